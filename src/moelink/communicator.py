@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,8 +31,19 @@ from moelink.ops.lanes import Lanes
 from moelink.output import DispatchOutput
 from moelink.tracing import Trace
 from moelink.tracing.session import tracing
-from moelink.transports.base import CombineRequest, DispatchRequest, FastPath, Traffic, ids_of
+from moelink.transports.base import (
+    CallRequest,
+    CombineOptions,
+    CombineRequest,
+    DispatchOptions,
+    DispatchRequest,
+    FastPath,
+    Traffic,
+)
 from moelink.transports.bound import BoundDispatch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 
@@ -143,73 +154,18 @@ class Communicator(OfThisProcess):
             PeerAbortedError, PeerTimeoutError, ProtocolError: a peer is the cause.
             PendingError, ClosedError: the communicator's state does not allow the call.
         """
-        if torch.compiler.is_compiling():
-            ids = ids_of(topk_ids, routing)
-            request = DispatchRequest(
-                x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
-            )
-            return ops.dispatch(self._context, request)
-        session, fast_path = self._session, self._fast_path
-        plain = scales is None and input_scale is None and routing is None and out is None and num_sms is None
-        if fast_path is not None and plain and host_counts is False:
-            made = fast_path.dispatch(x, topk_ids, topk_weights, max_tokens)  # type: ignore[arg-type]
-            if made is not None:
-                return made
-        try:
-            session.begin("dispatch")
-            ids = ids_of(topk_ids, routing)
-            request = DispatchRequest(
-                x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
-            )
-            if ops.needs_operator(request):
-                return ops.dispatch(self._context, request)
-            made = session.start_dispatch([self._context.direct(request)], fused=True).wait()[0]
-        except BaseException as error:
-            session.unwind("dispatch", error, lambda: self._context.unpacked(routing))
-            raise
-        finally:
-            session.guard.leave()
-        if fast_path is not None and plain and not host_counts:
-            fast_path.learn_dispatch(request)
-        return made
+        request = DispatchRequest(
+            x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms  # type: ignore[arg-type]
+        )  # fmt: skip
+        return self._call(request)  # type: ignore[no-any-return]
 
     def dispatch_async(
-        self,
-        x: Tensor,
-        topk_ids: Tensor | None,
-        topk_weights: Tensor | Hook | None = None,
-        *,
-        scales: Tensor | None = None,
-        input_scale: Tensor | Hook | None = None,
-        routing: DispatchOutput | None = None,
-        max_tokens: int | None = None,
-        num_sms: int | None = None,
-        host_counts: bool = False,
-        out: DispatchOutput | None = None,
-    ) -> PendingSingle[DispatchOutput]:
-        """Start a dispatch and return at once; ``.wait()`` gives the result of :meth:`dispatch`."""
-        if torch.compiler.is_compiling():
-            ids = ids_of(topk_ids, routing)
-            request = DispatchRequest(
-                x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
-            )
-            return PendingSingle(ops.start_dispatch(self._context, request))
-        session = self._session
-        try:
-            session.begin("dispatch")
-            ids = ids_of(topk_ids, routing)
-            request = DispatchRequest(
-                x, ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms
-            )
-            if ops.needs_operator(request):
-                return PendingSingle(ops.start_dispatch(self._context, request))
-            operation = session.start_dispatch([self._context.direct(request)], fused=False)
-            return PendingSingle(lambda: operation.wait()[0])
-        except BaseException as error:
-            session.unwind("dispatch", error, lambda: self._context.unpacked(routing))
-            raise
-        finally:
-            session.guard.leave()
+        self, x: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | Hook | None = None,
+        **options: Unpack[DispatchOptions],
+    ) -> PendingSingle[DispatchOutput]:  # fmt: skip
+        """Start a dispatch and return at once; ``.wait()`` gives the result of :meth:`dispatch`, whose keywords this
+        method takes."""
+        return self._start(DispatchRequest(x, topk_ids, topk_weights, **options))  # type: ignore[arg-type]
 
     def combine(
         self,
@@ -246,63 +202,61 @@ class Communicator(OfThisProcess):
 
         Raises: as :meth:`dispatch`.
         """
-        if torch.compiler.is_compiling():
-            return ops.combine(
-                self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
-            )
-        session, fast_path = self._session, self._fast_path
-        plain = topk_weights is None and epilogue is None and shared is None and out is None
-        plain = plain and reduce is True and weigh is True and num_sms is None
-        if fast_path is not None and plain:
-            made = fast_path.combine(y, recv)
-            if made is not None:
-                return made
-        try:
-            session.begin("combine")
-            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
-            if ops.needs_operator(request):
-                return ops.combine(self._context, request)
-            made = session.start_combine([self._context.direct(request)], fused=True).wait()[0]
-        except BaseException as error:
-            session.unwind("combine", error, lambda: self._context.unpacked(recv))
-            raise
-        finally:
-            session.guard.leave()
-        if fast_path is not None and plain:
-            fast_path.learn_combine(request, made)
-        return made
+        return self._call(CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms))  # type: ignore[no-any-return]
 
     def combine_async(
-        self,
-        y: Tensor,
-        recv: DispatchOutput,
-        topk_weights: Tensor | Hook | None = None,
-        *,
-        reduce: bool = True,
-        epilogue: Tensor | Hook | None = None,
-        shared: Tensor | None = None,
-        out: Tensor | None = None,
-        weigh: bool = True,
-        num_sms: int | None = None,
-    ) -> PendingSingle[Tensor]:
-        """Start a combine and return at once; ``.wait()`` gives the result of :meth:`combine`. Until then the arguments
-        must not change: kernels of both halves read them."""
+        self, y: Tensor, recv: DispatchOutput, topk_weights: Tensor | Hook | None = None,
+        **options: Unpack[CombineOptions],
+    ) -> PendingSingle[Tensor]:  # fmt: skip
+        """Start a combine and return at once; ``.wait()`` gives the result of :meth:`combine`, whose keywords this
+        method takes. Until then the arguments must not change: kernels of both halves read them."""
+        return self._start(CombineRequest(y, recv, topk_weights, **options))
+
+    def _call(self, request: CallRequest) -> Any:
+        """Make a call and return its result: by an operator under a compiler, on the fast path where that knows the
+        call's kind, in the ordinary way in all other cases."""
         if torch.compiler.is_compiling():
-            return PendingSingle(
-                ops.start_combine(
-                    self._context, CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
-                )
-            )
+            request.fill_in()
+            return ops.call(self._context, request)
+        if self._fast_path is not None and request.is_plain:
+            made = self._fast_path.make(request)
+            if made is not None:
+                return made
+        return self._within(self._make, request)
+
+    def _make(self, request: CallRequest) -> Any:
+        """Make an ordinary call."""
+        request.fill_in()
+        if ops.needs_operator(request):
+            return ops.call(self._context, request)
+        (made,) = self._session.start([self._context.direct(request)], fused=True).wait()
+        if self._fast_path is not None and request.is_plain:
+            self._fast_path.learn(request, made)
+        return made
+
+    def _start(self, request: CallRequest) -> PendingSingle[Any]:
+        """Start a call."""
+        if torch.compiler.is_compiling():
+            request.fill_in()
+            return PendingSingle(ops.start(self._context, request))
+        return PendingSingle(self._within(self._begun, request))
+
+    def _begun(self, request: CallRequest) -> Callable[[], Any]:
+        """Start a call and return a function that finishes it."""
+        request.fill_in()
+        if ops.needs_operator(request):
+            return ops.start(self._context, request)
+        operation = self._session.start([self._context.direct(request)], fused=False)
+        return lambda: operation.wait()[0]
+
+    def _within(self, call: Callable[[CallRequest], T], request: CallRequest) -> T:
+        """Do the work of :meth:`Session.within`, which would call back to this room."""
         session = self._session
         try:
-            session.begin("combine")
-            request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
-            if ops.needs_operator(request):
-                return PendingSingle(ops.start_combine(self._context, request))
-            operation = session.start_combine([self._context.direct(request)], fused=False)
-            return PendingSingle(lambda: operation.wait()[0])
+            session.begin(request.phase)
+            return call(request)
         except BaseException as error:
-            session.unwind("combine", error, lambda: self._context.unpacked(recv))
+            session.unwind(request.phase, error, lambda: self._context.unpacked(request.over))
             raise
         finally:
             session.guard.leave()

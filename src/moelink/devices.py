@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,11 +15,15 @@ from moelink.control.group import plain_device
 from moelink.errors import ArgumentError, ConfigError
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
-from moelink.transports.base import CombineRequest, DispatchRequest, Traffic, ids_of
+from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Traffic
 from moelink.transports.build import build_in_process
 from moelink.transports.session import PendingOperation, Session
 
-V = TypeVar("V")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_OF_ALL_RANKS = ("max_tokens", "num_sms", "host_counts", "reduce", "weigh")
+"""Options that are no lists."""
 
 
 def init_devices(devices: Sequence[torch.device | str], **fields: Any) -> DeviceCommunicator:
@@ -58,6 +62,29 @@ def init_devices(devices: Sequence[torch.device | str], **fields: Any) -> Device
     return DeviceCommunicator(Session(configs, places, transport, identity))
 
 
+class DispatchLists(TypedDict, total=False):
+    """The keywords of :meth:`DeviceCommunicator.dispatch`."""
+
+    scales: Sequence[Tensor] | None
+    input_scale: Sequence[Tensor | Hook] | None
+    routing: Sequence[DispatchOutput] | None
+    max_tokens: int | None
+    num_sms: int | None
+    host_counts: bool
+    out: Sequence[DispatchOutput] | None
+
+
+class CombineLists(TypedDict, total=False):
+    """The keywords of :meth:`DeviceCommunicator.combine`."""
+
+    reduce: bool
+    epilogue: Sequence[Tensor | Hook] | None
+    shared: Sequence[Tensor] | None
+    out: Sequence[Tensor] | None
+    weigh: bool
+    num_sms: int | None
+
+
 class DeviceCommunicator:
     """Dispatch and combine for all ranks of one process. Made by :func:`moelink.init_devices`; also a context manager.
 
@@ -78,138 +105,55 @@ class DeviceCommunicator:
         return self._session.devices
 
     def dispatch(
-        self,
-        x: Sequence[Tensor],
-        topk_ids: Sequence[Tensor] | None,
-        topk_weights: Sequence[Tensor | Hook] | None = None,
-        *,
-        scales: Sequence[Tensor] | None = None,
-        input_scale: Sequence[Tensor | Hook] | None = None,
-        routing: Sequence[DispatchOutput] | None = None,
-        max_tokens: int | None = None,
-        num_sms: int | None = None,
-        host_counts: bool = False,
-        out: Sequence[DispatchOutput] | None = None,
-    ) -> list[DispatchOutput]:
+        self, x: Sequence[Tensor], topk_ids: Sequence[Tensor] | None,
+        topk_weights: Sequence[Tensor | Hook] | None = None, **options: Unpack[DispatchLists],
+    ) -> list[DispatchOutput]:  # fmt: skip
         """Dispatch on every rank; see :meth:`moelink.Communicator.dispatch`."""
-        requests = self._dispatch_requests(
-            x, topk_ids, topk_weights, scales=scales, input_scale=input_scale, routing=routing, max_tokens=max_tokens,
-            num_sms=num_sms, host_counts=host_counts, out=out,
-        )  # fmt: skip
-        return self._session.dispatch(requests, fused=True).wait()
+        requests = self._dispatches(x=x, topk_ids=topk_ids, topk_weights=topk_weights, **options)
+        return self._session.call(requests, fused=True).wait()
 
     def dispatch_async(
-        self,
-        x: Sequence[Tensor],
-        topk_ids: Sequence[Tensor] | None,
-        topk_weights: Sequence[Tensor | Hook] | None = None,
-        *,
-        scales: Sequence[Tensor] | None = None,
-        input_scale: Sequence[Tensor | Hook] | None = None,
-        routing: Sequence[DispatchOutput] | None = None,
-        max_tokens: int | None = None,
-        num_sms: int | None = None,
-        host_counts: bool = False,
-        out: Sequence[DispatchOutput] | None = None,
-    ) -> PendingOperation[list[DispatchOutput]]:
+        self, x: Sequence[Tensor], topk_ids: Sequence[Tensor] | None,
+        topk_weights: Sequence[Tensor | Hook] | None = None, **options: Unpack[DispatchLists],
+    ) -> PendingOperation[list[DispatchOutput]]:  # fmt: skip
         """Start a dispatch on every rank; ``.wait()`` gives the list."""
-        requests = self._dispatch_requests(
-            x, topk_ids, topk_weights, scales=scales, input_scale=input_scale, routing=routing, max_tokens=max_tokens,
-            num_sms=num_sms, host_counts=host_counts, out=out,
-        )  # fmt: skip
-        return self._session.dispatch(requests)  # type: ignore[return-value]  # not fused
+        requests = self._dispatches(x=x, topk_ids=topk_ids, topk_weights=topk_weights, **options)
+        return self._session.call(requests)  # type: ignore[return-value]  # not fused
 
     def combine(
-        self,
-        y: Sequence[Tensor],
-        recv: Sequence[DispatchOutput],
-        topk_weights: Sequence[Tensor | Hook] | None = None,
-        *,
-        reduce: bool = True,
-        epilogue: Sequence[Tensor | Hook] | None = None,
-        shared: Sequence[Tensor] | None = None,
-        out: Sequence[Tensor] | None = None,
-        weigh: bool = True,
-        num_sms: int | None = None,
-    ) -> list[Tensor]:
+        self, y: Sequence[Tensor], recv: Sequence[DispatchOutput],
+        topk_weights: Sequence[Tensor | Hook] | None = None, **options: Unpack[CombineLists],
+    ) -> list[Tensor]:  # fmt: skip
         """Combine on every rank; see :meth:`moelink.Communicator.combine`."""
-        requests = self._combine_requests(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
-        return self._session.combine(requests, fused=True).wait()
+        requests = self._combines(y=y, recv=recv, topk_weights=topk_weights, **options)
+        return self._session.call(requests, fused=True).wait()
 
     def combine_async(
-        self,
-        y: Sequence[Tensor],
-        recv: Sequence[DispatchOutput],
-        topk_weights: Sequence[Tensor | Hook] | None = None,
-        *,
-        reduce: bool = True,
-        epilogue: Sequence[Tensor | Hook] | None = None,
-        shared: Sequence[Tensor] | None = None,
-        out: Sequence[Tensor] | None = None,
-        weigh: bool = True,
-        num_sms: int | None = None,
-    ) -> PendingOperation[list[Tensor]]:
+        self, y: Sequence[Tensor], recv: Sequence[DispatchOutput],
+        topk_weights: Sequence[Tensor | Hook] | None = None, **options: Unpack[CombineLists],
+    ) -> PendingOperation[list[Tensor]]:  # fmt: skip
         """Start a combine on every rank; ``.wait()`` gives the list."""
-        requests = self._combine_requests(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
-        return self._session.combine(requests)  # type: ignore[return-value]  # not fused
+        requests = self._combines(y=y, recv=recv, topk_weights=topk_weights, **options)
+        return self._session.call(requests)  # type: ignore[return-value]  # not fused
 
-    def _dispatch_requests(
-        self,
-        x: Sequence[Tensor],
-        topk_ids: Sequence[Tensor] | None,
-        topk_weights: Sequence[Tensor | Hook] | None,
-        *,
-        scales: Sequence[Tensor] | None,
-        input_scale: Sequence[Tensor | Hook] | None,
-        routing: Sequence[DispatchOutput] | None,
-        max_tokens: int | None,
-        num_sms: int | None,
-        host_counts: bool,
-        out: Sequence[DispatchOutput] | None,
-    ) -> list[DispatchRequest]:
-        return [
-            DispatchRequest(
-                x_i, ids_of(ids_i, routing_i), weights_i, scales_i, scale_i, routing_i, host_counts, out_i, max_tokens,
-                num_sms,
-            )
-            for x_i, ids_i, weights_i, scales_i, scale_i, routing_i, out_i in zip(
-                self._spread("x", x),
-                self._spread("topk_ids", topk_ids),
-                self._spread("topk_weights", topk_weights),
-                self._spread("scales", scales),
-                self._spread("input_scale", input_scale),
-                self._spread("routing", routing),
-                self._spread("out", out),
-                strict=True,
-            )
-        ]  # fmt: skip
+    def _dispatches(self, **given: Any) -> list[CallRequest]:
+        requests = [DispatchRequest(**fields) for fields in self._by_rank(given)]
+        for request in requests:
+            request.fill_in()
+        return requests  # type: ignore[return-value]
 
-    def _combine_requests(
-        self,
-        y: Sequence[Tensor],
-        recv: Sequence[DispatchOutput],
-        topk_weights: Sequence[Tensor | Hook] | None,
-        reduce: bool,
-        epilogue: Sequence[Tensor | Hook] | None,
-        shared: Sequence[Tensor] | None,
-        out: Sequence[Tensor] | None,
-        weigh: bool,
-        num_sms: int | None,
-    ) -> list[CombineRequest]:
-        return [
-            CombineRequest(y_i, recv_i, weights_i, reduce, epilogue_i, shared_i, out_i, weigh, num_sms)  # type: ignore[arg-type]
-            for y_i, recv_i, weights_i, epilogue_i, shared_i, out_i in zip(
-                self._spread("y", y),
-                self._spread("recv", recv),
-                self._spread("topk_weights", topk_weights),
-                self._spread("epilogue", epilogue),
-                self._spread("shared", shared),
-                self._spread("out", out),
-                strict=True,
-            )
+    def _combines(self, **given: Any) -> list[CallRequest]:
+        return [CombineRequest(**fields) for fields in self._by_rank(given)]
+
+    def _by_rank(self, given: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the arguments of each rank."""
+        count = len(self._session.configs)
+        lists = [
+            [value] * count if name in _OF_ALL_RANKS else self._spread(name, value) for name, value in given.items()
         ]
+        return [dict(zip(given, values, strict=True)) for values in zip(*lists, strict=True)]
 
-    def _spread(self, name: str, values: Sequence[V] | None) -> list[Any]:
+    def _spread(self, name: str, values: Sequence[object] | None) -> list[Any]:
         """Return one entry per rank; None stands for None on every rank."""
         count = len(self._session.configs)
         if values is None:

@@ -88,10 +88,6 @@ class ArenaLayout:
             end += align_up(math.prod(blank.shape) * blank.dtype.itemsize, ALIGNMENT)
         return cls(end // 4, MappingProxyType(places))
 
-    def allocate(self, device: torch.device) -> Tensor:
-        """Make the allocation, uninitialised."""
-        return torch.empty_strided((self.words,), (1,), dtype=torch.int32, device=device)
-
     def tensor(self, memory: Tensor, name: str) -> Tensor:
         """Return the tensor called ``name``, which shares the memory of an arena."""
         begin, blank = self.places[name]

@@ -6,7 +6,9 @@ import ctypes
 import dataclasses
 import struct
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import moelink
 from moelink.kernels.launch import launcher as module
 from moelink.kernels.launch.direct import DirectKernel, Driver
 from moelink.kernels.launch.launcher import CompiledKernel, Launcher
-from moelink.kernels.records import CreditNumbers, DispatchNumbers, Peers
+from moelink.kernels.records import CreditNumbers, DispatchInputs, DispatchNumbers, DispatchOutputs, Peers
 from moelink.memory.nodes.network import OneNode
 from moelink.ops import record
 from moelink.transports.base import CombineRequest, DispatchRequest
@@ -335,7 +337,9 @@ def test_addresses_are_those_of_what_kernels_are_compiled_for(fmt, layout):
             calls.append(Dispatch(rank, DispatchRequest(x, ids, out=calls[-1].output, routing=routing), "one"))
         calls += [Combine(rank, CombineRequest(torch.ones(6, 128).bfloat16(), call.output)) for call in calls]
         for call in calls:
-            roles = ("_sent", "_received", "_both") if isinstance(call, Dispatch) else ("_sent", "_both")
-            for role in roles:
-                tensors = getattr(call, role)
-                assert module.addresses_of(tensors(False)) == module.addresses_of(tensors(True)), role
+            forms: tuple[dict[str, Any], ...] = ({}, {"home": False})
+            if isinstance(call, Dispatch):
+                forms = ({}, {"without": DispatchInputs}, {"without": DispatchOutputs})
+            for form in forms:
+                tensors = partial(call._records, **form)
+                assert module.addresses_of(tensors(False)) == module.addresses_of(tensors(True)), form

@@ -523,7 +523,7 @@ def test_the_example_of_the_docstring() -> None:
             (recv,) = group[rank].dispatch([request], fused=True).wait()
             y = torch.full((EXPERT.config(WORLD, rank).row_capacity, 8), torch.nan, dtype=torch.bfloat16)
             y[: len(rows[rank])] = torch.tensor(rows[rank], dtype=torch.bfloat16)[:, None]
-            notes = recv.handle.routing.given(True)
+            notes = recv.handle.routing.parts
             if rank == 0:
                 assert notes.rows_of_message.view(-1)[:3].tolist() == [0, -1, 1]
             (outs[rank],) = group[rank].combine([CombineRequest(y, recv)], fused=True).wait()

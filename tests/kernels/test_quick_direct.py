@@ -165,12 +165,12 @@ def test_a_call_that_fails_half_way_leaves_nothing_behind(
         y = rows_of(first)
         ep.combine(y, first)
         lane: Any = ep._fast_path
-        (sends,), (returns,) = lane._dispatches.values(), lane._combines.values()
+        sends, returns = lane._prepared.values()
         outputs = [ep.dispatch(x, ids, weights) for _ in range(2)]  # both stay, so their arenas are two
         memories = [vars(recv)["_source"].memory for recv in outputs]
 
         def dispatch(which: int) -> list[int]:
-            sends._arena = lambda: memories[which]
+            object.__setattr__(sends._plan, "make_arena", lambda: memories[which])
             return of_dispatch(ep, x, ids, weights, ep.dispatch(x, ids, weights))
 
         def combine(which: int) -> list[int]:
@@ -190,13 +190,13 @@ def test_a_call_that_fails_half_way_leaves_nothing_behind(
 def test_a_profiler_hears_of_every_launch(monkeypatch: pytest.MonkeyPatch, launches: list[Launch]) -> None:
     """Calls with hooks go the ordinary way, where Triton calls these."""
     ordinary: list[str] = []
-    for phase in ("dispatch", "combine"):
-        start = getattr(Session, f"start_{phase}")
-        monkeypatch.setattr(
-            Session,
-            f"start_{phase}",
-            lambda *args, _s=start, _p=phase, **more: ordinary.append(_p) or _s(*args, **more),
-        )
+    start = Session.start
+
+    def noted(session: Session, requests: Any, *, fused: bool) -> Any:
+        ordinary.append(requests[0].phase)
+        return start(session, requests, fused=fused)
+
+    monkeypatch.setattr(Session, "start", noted)
     with played(**SIZES) as ep:
         x, ids, weights = given(0)
         recv = ep.dispatch(x, ids, weights)

@@ -24,7 +24,7 @@ def test_places_are_multiples_of_16_bytes_and_do_not_overlap() -> None:
     layout = ArenaLayout.of(blanks.items())
     assert [begin for begin, _ in layout.places.values()] == [0, 16, 32, 80]
     assert layout.words == 20
-    memory = layout.allocate(torch.device("cpu"))
+    memory = torch.empty(layout.words, dtype=torch.int32)
     assert memory.numel() == 20
     tensors = {name: layout.tensor(memory, name) for name in blanks}
     for name, tensor in tensors.items():
@@ -68,8 +68,9 @@ def test_fields_are_made_at_the_first_look_and_kept() -> None:
 def test_results_of_operators_share_no_memory(layout: str) -> None:
     with moelink.init(**FIELDS, layout=layout) as ep:
         x, ids = torch.randn(3, 128).bfloat16(), torch.tensor([[0, 3], [1, -1], [2, 2]])
-        request = DispatchRequest(x, ids, torch.rand(3, 2), separate=True)
-        (apart,) = ep._session.dispatch([request], fused=True).wait()
+        request = DispatchRequest(x, ids, torch.rand(3, 2))
+        request.separate = True
+        (apart,) = ep._session.call([request], fused=True).wait()
         recv = ep.dispatch(x, ids, request.topk_weights)
         names = [
             field.name for field in dataclasses.fields(recv) if isinstance(getattr(recv, field.name), torch.Tensor)

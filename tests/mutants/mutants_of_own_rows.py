@@ -81,7 +81,7 @@ OF_OWN_ROWS = (
            "    spec = with_own_rows(spec, rank.workspace, rank.device)\n", "",
            "kernels/test_own_rows.py::test_launches_of_a_refusal_have_a_slot_for_each_row"),
     Mutant("CTAs are those of own rows that stay, their shares of others", "transports/symmetric/combine.py",
-           "spread=launch.spread, status=STATUS_OK", "spread=combine_launch(workspace, rank.device, num_tokens, sums=sums, own_rows_stay=False).spread, status=STATUS_OK",
+           "spread=launch.spread, senders=senders", "spread=combine_launch(workspace, rank.device, num_tokens, sums=sums, own_rows_stay=False).spread, senders=senders",
            "kernels/test_own_rows.py::test_launches_of_a_split_call_have_the_grid_of_a_fused_one"),
     Mutant("a rank has slots for itself where its own rows stay", "memory/workspace.py",
            "return self.world_size - self.two_copies", "return self.world_size",

@@ -151,16 +151,16 @@ def saved_elsewhere(rank: int, world_size: int) -> dict[str, list[str]]:
 
 
 def count_calls(ep: moelink.Communicator) -> list[str]:
-    """A list that grows with every dispatch and combine of the communicator's own session, and with every refusal."""
+    """A list that grows with every dispatch and combine of the communicator's own transport, and with every refusal."""
     calls: list[str] = []
 
     def counted(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         calls.append(name)
         return call(*args, **options)
 
-    for name in ("dispatch", "combine"):
-        setattr(ep._session, name, partial(counted, name, getattr(ep._session, name)))
-    setattr(ep._session.transport, "refuse", partial(counted, "refuse", ep._session.transport.refuse))  # noqa: B010
+    transport = ep._session.transport
+    for name in ("dispatch", "combine", "refuse"):
+        setattr(transport, name, partial(counted, name, getattr(transport, name)))
     return calls
 
 

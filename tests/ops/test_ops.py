@@ -118,7 +118,7 @@ def test_outputs_of_operators_serve_direct_calls_and_the_other_way_round(transpo
         x = torch.randn(T, H)
         weights = torch.rand(T, K)
         direct = ep.dispatch(x, IDS, weights)
-        traced = ops.dispatch(ep._context, moelink.transports.base.DispatchRequest(x, IDS, weights))
+        traced = ops.call(ep._context, moelink.transports.base.DispatchRequest(x, IDS, weights))
         for name in direct.__dataclass_fields__.keys() - {"handle"}:
             assert_bitwise_equal(getattr(traced, name), getattr(direct, name), name)
         assert_bitwise_equal(traced.handle.counts, direct.handle.counts)

@@ -18,38 +18,38 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 3359,
+    ".": 3253,
     "formats": 1543,
     "reference": 926,
     "memory": 1819,
     "memory/nodes": 913,
-    "control": 3552,
+    "control": 3551,
     "kernels": 643,
     "kernels/combine": 1246,
     "kernels/dispatch": 3306,
-    "kernels/launch": 1576,
+    "kernels/launch": 1627,
     "kernels/nodes": 1025,
     "kernels/sync": 1281,
     "rows": 1779,
-    "transports": 1500,
-    "transports/collective": 1773,
-    "transports/symmetric": 2091,
-    "contract": 2531,
-    "ops": 1566,
+    "transports": 1497,
+    "transports/collective": 1772,
+    "transports/symmetric": 1924,
+    "contract": 2428,
+    "ops": 1514,
     "nn": 3268,
-    "integrations": 4087,
+    "integrations": 4086,
     "tracing": 529,
     "tracing/device": 539,
-    "tools": 320,
-    "tools/cli": 1165,
+    "tools": 318,
+    "tools/cli": 1164,
     "tools/demo": 651,
     "tools/doctor": 957,
-    "tools/plan": 2139,
+    "tools/plan": 2137,
     "tools/plots": 516,
     "tools/trace": 224,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 8110, "layer": 1760, "frameworks": 1106}
+BUDGET_OF_BENCH = {".": 8111, "layer": 1760, "frameworks": 1106}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""

@@ -61,9 +61,8 @@ def hurry(ep: moelink.Communicator, seconds: float = SHORT, *, recover: bool = F
         if recover:
             session.configs = tuple(replace(config, timeout=seconds) for config in session.configs)
         _hurry_transport(session.transport, seconds)
-        if fast_path is not None:  # its kinds of calls hold the limit as well
-            fast_path._dispatches.clear()  # type: ignore[attr-defined]
-            fast_path._combines.clear()  # type: ignore[attr-defined]
+        if fast_path is not None:  # its prepared calls hold the limit as well
+            fast_path._prepared.clear()  # type: ignore[attr-defined]
 
 
 def _hurry_transport(transport: Any, seconds: float) -> None:

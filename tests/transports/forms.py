@@ -63,7 +63,7 @@ class Ranks:
     def dispatch(self, requests: Sequence[DispatchRequest], *, split: bool = False) -> Outputs:
         """Dispatch, in one call or in two halves."""
         if not self.alone:
-            return self.ep._session.dispatch(requests, fused=not split).wait()
+            return self.ep._session.call(requests, fused=not split).wait()
         (r,) = requests
         call = self.ep.dispatch_async if split else self.ep.dispatch
         made = call(
@@ -86,7 +86,7 @@ class Ranks:
     def combine(self, requests: Sequence[CombineRequest], *, split: bool = False) -> list[torch.Tensor]:
         """Combine, in one call or in two halves."""
         if not self.alone:
-            return self.ep._session.combine(requests, fused=not split).wait()
+            return self.ep._session.call(requests, fused=not split).wait()
         (r,) = requests
         call = self.ep.combine_async if split else self.ep.combine
         made = call(r.y, r.recv, r.topk_weights, reduce=r.reduce, shared=r.shared, out=r.out, weigh=r.weigh)

@@ -193,11 +193,11 @@ def test_arguments_refused_over_a_refused_call_are_no_call():
     (bad,) = over(refused[:1], [dataclasses.replace(requests[1], x=requests[1].x[:1])])
     session = Session([ranks[1].ranks[0].config], [torch.device("cpu")], ranks[1], "test")
     with pytest.raises(moelink.ArgumentError, match="rows of the reused routing"):
-        session.dispatch([bad])
+        session.call([bad])
     ranks[2].dispatch(over(refused[1:], requests[2:])).wait()
     y = torch.zeros(len(refused[0].tokens), ranks[0].ranks[0].config.hidden_size, dtype=torch.bfloat16)
     with pytest.raises(moelink.ArgumentError, match="y: expected shape"):
-        session.combine([CombineRequest(y[:, :8], refused[0])])
+        session.call([CombineRequest(y[:, :8], refused[0])])
     ranks[2].combine([CombineRequest(y, refused[1])]).wait()
     assert [transport.ranks[0].control[COMBINE_SENT] for transport in ranks] == [0] * 3
     assert [transport.ranks[0].control[DISPATCH_SENT] for transport in ranks] == [1 << CALL_SHIFT] * 3
@@ -257,7 +257,7 @@ def test_an_operator_over_a_routing_hands_out_what_is_its_own():
     with one_rank(dispatch_format="fp32", combine_dtype=torch.float32) as ep:
         x = torch.randn(4, 128)
         first = ep.dispatch(x, IDS)
-        again = ops.dispatch(ep._context, DispatchRequest(x, IDS, routing=first))
+        again = ops.call(ep._context, DispatchRequest(x, IDS, routing=first))
         plan, parts = first.handle.routing, again.handle.routing.tensors
         notes, received = parts
         assert notes.data_ptr() == plan.notes.data_ptr()

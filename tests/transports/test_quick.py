@@ -30,14 +30,13 @@ class Ordinary:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
-        for phase in ("dispatch", "combine"):
-            made = getattr(Session, f"start_{phase}")
+        start = Session.start
 
-            def counting(session: Session, *args: Any, _made: Any = made, _phase: str = phase, **more: Any) -> Any:
-                self.calls.append(_phase)
-                return _made(session, *args, **more)
+        def counting(session: Session, requests: Any, *, fused: bool) -> Any:
+            self.calls.append(requests[0].phase)
+            return start(session, requests, fused=fused)
 
-            monkeypatch.setattr(Session, f"start_{phase}", counting)
+        monkeypatch.setattr(Session, "start", counting)
 
     def taken(self) -> list[str]:
         calls, self.calls = self.calls, []
@@ -141,7 +140,9 @@ def test_a_quick_call_without_memory_is_told_to_the_peers_and_the_next_works() -
         x, ids, weights = given(0)
         want = ep.dispatch(x, ids, weights)
         with (
-            mock.patch("moelink.output.ArenaLayout.allocate", side_effect=torch.OutOfMemoryError("none left")),
+            mock.patch(
+                "moelink.transports.symmetric.received.Received.output", side_effect=torch.OutOfMemoryError("none left")
+            ),
             pytest.raises(torch.OutOfMemoryError),
         ):
             ep.dispatch(x, ids, weights)

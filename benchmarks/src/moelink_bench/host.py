@@ -91,11 +91,12 @@ def measure_calls(ep: moelink.Communicator) -> dict[str, Any]:
 
     pair()
     lane: Any = ep._fast_path
-    (sends,), (returns,) = lane._dispatches.values(), lane._combines.values()
+    sends, returns = lane._prepared.values()
     recv = ep.dispatch(x, topk_ids, topk_weights)
     out = ep.combine(y, recv)  # both stay, as the launches below write into them
-    made, stream = (*sends.makers, *returns.makers), lane._rank.launcher.current_stream()
-    (send, senders), (home, receivers) = ((kind.direct.apart(), kind.count) for kind in (sends, returns))
+    made = (sends._plan.make_arena, *[make for _, make in sends._plan.make_large], returns._make_out)
+    stream = lane._rank.launcher.current_stream()
+    (send, senders), (home, receivers) = ((kind.direct.copy(), kind.count) for kind in (sends, returns))
 
     def launches() -> None:
         send.launch(senders, stream)
@@ -168,8 +169,8 @@ def ways(ep: moelink.Communicator, x: Tensor, ids: Tensor, weights: Tensor, y: T
         return ep.combine(y, ep.dispatch(x, ids, weights))
 
     def operator() -> Tensor:
-        recv = ops.dispatch(context, DispatchRequest(x, ids, weights))
-        return ops.combine(context, CombineRequest(y, recv))
+        recv = ops.call(context, DispatchRequest(x, ids, weights))
+        return ops.call(context, CombineRequest(y, recv))  # type: ignore[no-any-return]
 
     def gradients() -> Tensor:
         return ep.combine(y, ep.dispatch(learning[0], ids, learning[1]))

@@ -18,16 +18,8 @@ operators guarantee. Read the modules in this order:
 """
 
 import moelink.ops.autograd  # noqa: F401 - registers the gradients
-from moelink.ops.calls import combine, dispatch, needs_operator, start_combine, start_dispatch
+from moelink.ops.calls import call, needs_operator, start
 from moelink.ops.context import OperatorContext
 from moelink.rows.dequantize import dequantize
 
-__all__ = [
-    "OperatorContext",
-    "combine",
-    "dequantize",
-    "dispatch",
-    "needs_operator",
-    "start_combine",
-    "start_dispatch",
-]
+__all__ = ["OperatorContext", "call", "dequantize", "needs_operator", "start"]

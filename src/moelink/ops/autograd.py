@@ -244,55 +244,20 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _dispatch(
-    order: Tensor,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor | None,
-    scales: Tensor | None,
-    input_scale: Tensor | None,
-    routing: list[Tensor],
-    host_counts: bool,
-    communicator: str,
-    *,
-    max_tokens: int | None = None,
-) -> tuple[Tensor, ...]:
-    if _requires_grad(x, topk_weights):
-        return Dispatch.apply(  # type: ignore[no-any-return, no-untyped-call]
-            order, x, topk_ids, topk_weights, scales, input_scale, (host_counts, communicator, max_tokens), *routing
-        )
+def _dispatch(*given: Any, max_tokens: int | None = None) -> tuple[Tensor, ...]:
+    *tensors, routing, host_counts, communicator = given
+    if _requires_grad(tensors[1], tensors[3]):
+        return Dispatch.apply(*tensors, (host_counts, communicator, max_tokens), *routing)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
-        return library.dispatch(  # type: ignore[no-any-return]
-            order, x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, communicator,
-            max_tokens=max_tokens,
-        )  # fmt: skip
+        return library.dispatch(*given, max_tokens=max_tokens)  # type: ignore[no-any-return]
 
 
-def _combine(
-    order: Tensor,
-    y: Tensor,
-    weights: Tensor | None,
-    topk_weights: Tensor | None,
-    shared: Tensor | None,
-    epilogue: Tensor | None,
-    carrier: Tensor | None,
-    topk_ids: Tensor,
-    home_weights: Tensor | None,
-    record: list[Tensor],
-    *,
-    reduce: bool,
-    communicator: str,
-) -> Tensor:
-    if _requires_grad(y, weights, topk_weights, shared, epilogue, carrier):
-        return Combine.apply(  # type: ignore[no-any-return, no-untyped-call]
-            order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, (reduce, communicator, home_weights),
-            *record,
-        )  # fmt: skip
+def _combine(*given: Any, reduce: bool, communicator: str) -> Tensor:
+    *tensors, home_weights, record = given
+    if _requires_grad(*tensors[1:7]):
+        return Combine.apply(*tensors, (reduce, communicator, home_weights), *record)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
-        return library.combine(  # type: ignore[no-any-return]
-            order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights, record, reduce=reduce,
-            communicator=communicator,
-        )  # fmt: skip
+        return library.combine(*given, reduce=reduce, communicator=communicator)  # type: ignore[no-any-return]
 
 
 library.LIBRARY.impl("dispatch", _dispatch, "Autograd")

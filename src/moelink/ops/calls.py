@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,13 +16,13 @@ from torch import Tensor
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.ops import library
-from moelink.ops.context import OperatorContext, Request
+from moelink.ops.context import OperatorContext
 from moelink.output import DispatchOutput
-from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase
+from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Pending
 from moelink.transports.validation import check_max_tokens, check_recv, check_weigh
 
 
-def needs_operator(request: DispatchRequest | CombineRequest) -> bool:
+def needs_operator(request: CallRequest) -> bool:
     """Return True if ``request`` needs an operator, even where no tracer is at work: one of its tensors requires grad,
     or has rules of its own.
 
@@ -36,46 +35,50 @@ def needs_operator(request: DispatchRequest | CombineRequest) -> bool:
     return torch.is_grad_enabled() and any(_requires_grad(value) for value in _differentiable(request))
 
 
-def _differentiable(request: DispatchRequest | CombineRequest) -> tuple[Tensor | Hook | None, ...]:
+def _differentiable(request: CallRequest) -> tuple[Tensor | Hook | None, ...]:
     """List the arguments of ``request`` that may require grad."""
-    if isinstance(request, DispatchRequest):
-        return (request.x, request.topk_weights, request.scales, request.input_scale)
-    recv = request.recv
-    given = (request.y, request.topk_weights, request.shared, request.epilogue)
+    recv = request.recv if isinstance(request, CombineRequest) else None
     if not isinstance(recv, DispatchOutput):
-        return given
+        return request.differentiable
     tokens = None if recv.rows_in_place is not None else recv.tokens  # rows in the workspace have no gradient
-    return (*given, recv.weights, tokens, recv.topk_weights, recv.handle.carrier)
+    return (*request.differentiable, recv.weights, tokens, recv.topk_weights, recv.handle.carrier)
 
 
-def dispatch(context: OperatorContext, request: DispatchRequest) -> DispatchOutput:
-    """Dispatch through the operator."""
-    return _finish_dispatch(context, _checked_dispatch(context, request), None)
+def call(context: OperatorContext, request: CallRequest) -> Any:
+    """Make a call through its operator."""
+    return _finish(context, _checked(context, request), None)
 
 
-def start_dispatch(context: OperatorContext, request: DispatchRequest) -> Callable[[], DispatchOutput]:
-    """Start a dispatch and return a function that finishes it. Under a tracer that function makes the whole call."""
-    request = _checked_dispatch(context, request)
+def start(context: OperatorContext, request: CallRequest) -> Callable[[], Any]:
+    """Start a call and return a function that finishes it. Under a tracer that function makes the whole call."""
+    request = _checked(context, request)
     operation = None
     if not torch.compiler.is_compiling():
         with torch.no_grad():
-            operation = context.session.dispatch([context.direct(request)])
-    return lambda: _finish_dispatch(context, request, operation)
+            operation = context.session.call([context.direct(request)])
+    return lambda: _finish(context, request, operation)
 
 
-def combine(context: OperatorContext, request: CombineRequest) -> Tensor:
-    """Combine through the operator."""
-    return _finish_combine(context, _checked_combine(context, request), None)
+def _finish(context: OperatorContext, request: CallRequest, operation: Pending[Any] | None) -> Any:
+    if isinstance(request, DispatchRequest):
+        return _finish_dispatch(context, request, operation)
+    return _finish_combine(context, request, operation)
 
 
-def start_combine(context: OperatorContext, request: CombineRequest) -> Callable[[], Tensor]:
-    """Start a combine; see :func:`start_dispatch`."""
-    request = _checked_combine(context, request)
-    operation = None
-    if not torch.compiler.is_compiling():
-        with torch.no_grad():
-            operation = context.session.combine([context.direct(request)])
-    return lambda: _finish_combine(context, request, operation)
+def _checked(context: OperatorContext, request: CallRequest) -> CallRequest:
+    """Evaluate the hooks of ``request``, and refuse what an operator cannot do; peers learn of a refusal. A tracer
+    makes no call, and all ranks refuse alike under it."""
+    if torch.compiler.is_compiling():
+        return _check(context, request)
+    return context.session.within(
+        request.phase, lambda request: _check(context, request), request, lambda: context.unpacked(request.over)
+    )
+
+
+def _check(context: OperatorContext, request: CallRequest) -> CallRequest:
+    if isinstance(request, DispatchRequest):
+        return _checked_dispatch(context, request)
+    return _checked_combine(context, request)
 
 
 def _finish_dispatch(
@@ -136,50 +139,47 @@ def _finish_combine(context: OperatorContext, request: CombineRequest, operation
 
 
 def _checked_dispatch(context: OperatorContext, request: DispatchRequest) -> DispatchRequest:
-    """Evaluate the hooks of ``request``, and refuse what an operator cannot do; peers learn of a refusal."""
-    with _refusing(context, "dispatch", request):
-        _refuse_layouts(context)
-        _check_types(request, ("x", "topk_ids"), ("topk_weights", "scales", "input_scale"))
-        if request.routing is not None:
-            check_recv(request.routing, identity=context.static.owner, config=context.config)
-        _no_out(request.out)
-        _no_num_sms(request.num_sms)
-        check_max_tokens(context.config, request)
-        if request.host_counts and torch.compiler.is_compiling():
+    _refuse_layouts(context)
+    _check_types(request, ("x", "topk_ids"), ("topk_weights", "scales", "input_scale"))
+    if request.routing is not None:
+        check_recv(request.routing, identity=context.static.owner, config=context.config)
+    _no_out(request.out)
+    _no_num_sms(request.num_sms)
+    check_max_tokens(context.config, request)
+    if request.host_counts and torch.compiler.is_compiling():
+        raise UnsupportedError(
+            "host_counts: expected False under a compiler, which needs sizes in advance, got True; leave it "
+            "False in compiled code"
+        )
+    if torch.is_grad_enabled():
+        if request.scales is not None and _requires_grad(request.x):
             raise UnsupportedError(
-                "host_counts: expected False under a compiler, which needs sizes in advance, got True; leave it "
-                "False in compiled code"
+                "x: expected no gradient for rows that are already quantised (scales=), got one; detach them"
             )
-        if torch.is_grad_enabled():
-            if request.scales is not None and _requires_grad(request.x):
+        for name, value in (("scales", request.scales), ("input_scale", request.input_scale)):
+            if _requires_grad(value):
                 raise UnsupportedError(
-                    "x: expected no gradient for rows that are already quantised (scales=), got one; detach them"
+                    f"{name}: expected no gradient (quantisation is straight-through), got one; detach it"
                 )
-            for name, value in (("scales", request.scales), ("input_scale", request.input_scale)):
-                if _requires_grad(value):
-                    raise UnsupportedError(
-                        f"{name}: expected no gradient (quantisation is straight-through), got one; detach it"
-                    )
-        weights = _weights(context, request.topk_weights, request.x.shape[0], request.x.device)
-        scale = request.input_scale
-        scale = evaluate_input_scale(scale, device=request.x.device) if isinstance(scale, Hook) else scale
+    weights = _weights(context, request.topk_weights, request.x.shape[0], request.x.device)
+    scale = request.input_scale
+    scale = evaluate_input_scale(scale, device=request.x.device) if isinstance(scale, Hook) else scale
     return dataclasses.replace(request, topk_weights=weights, input_scale=scale)
 
 
 def _checked_combine(context: OperatorContext, request: CombineRequest) -> CombineRequest:
-    with _refusing(context, "combine", request):
-        _refuse_layouts(context)
-        _check_types(request, ("y",), ("topk_weights", "shared", "epilogue"))
-        check_recv(request.recv, identity=context.static.owner, config=context.config)
-        check_weigh(request)
-        _no_out(request.out)
-        _no_num_sms(request.num_sms)
-        if isinstance(request.epilogue, Hook):
-            raise UnsupportedError(
-                "epilogue: expected a tensor for a call with gradients or under a tracer, got a Hook, which stores its "
-                "result itself; pass a bias or a residual, or apply it to combine's result"
-            )
-        weights = _weights(context, request.topk_weights, request.recv.handle.num_tokens, request.y.device)
+    _refuse_layouts(context)
+    _check_types(request, ("y",), ("topk_weights", "shared", "epilogue"))
+    check_recv(request.recv, identity=context.static.owner, config=context.config)
+    check_weigh(request)
+    _no_out(request.out)
+    _no_num_sms(request.num_sms)
+    if isinstance(request.epilogue, Hook):
+        raise UnsupportedError(
+            "epilogue: expected a tensor for a call with gradients or under a tracer, got a Hook, which stores its "
+            "result itself; pass a bias or a residual, or apply it to combine's result"
+        )
+    weights = _weights(context, request.topk_weights, request.recv.handle.num_tokens, request.y.device)
     return dataclasses.replace(request, topk_weights=weights)
 
 
@@ -189,13 +189,6 @@ def _check_types(request: object, required: tuple[str, ...], optional: tuple[str
         value = getattr(request, name)
         if not isinstance(value, Tensor) and (name in required or not (value is None or isinstance(value, Hook))):
             raise ArgumentError(name, "a tensor", type(value).__name__)
-
-
-def _refusing(context: OperatorContext, phase: Phase, request: Request) -> AbstractContextManager[None]:
-    """Report refusals inside the block to the peers. A tracer makes no call, and all ranks refuse alike under it."""
-    if torch.compiler.is_compiling():
-        return nullcontext()
-    return context.session.refusing(phase, lambda: context.unpacked(request.over))
 
 
 def _weights(

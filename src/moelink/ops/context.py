@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +27,9 @@ from moelink.ops.gradient_communicators import GradientCommunicators
 from moelink.ops.record import MAX_PARTS, OWN_PARTS, PackedPlan, allocate, count_parts, pack, pack_call, unpack
 from moelink.output import DispatchHandle, DispatchOutput, OutputShape
 from moelink.routing import ExpertMap
-from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase
+from moelink.transports.base import CallRequest, DispatchRequest, Pending, Phase
 from moelink.transports.collective.plan import CollectivePlan
 from moelink.transports.session import Session
-
-Request = TypeVar("Request", DispatchRequest, CombineRequest)
 
 FIELDS = (
     "tokens",
@@ -289,7 +287,7 @@ class OperatorContext:
             handle=handle,
         )
 
-    def direct(self, request: Request) -> Request:
+    def direct(self, request: CallRequest) -> CallRequest:
         """Replace an operator's packed plan in ``request`` by the transport's own.
 
         A request over an output of another communicator is returned as it is; the session refuses it.

@@ -88,9 +88,9 @@ def _dispatch(
             routing=context.restore(routing, topk_ids=topk_ids) if routing else None,
             host_counts=host_counts,
             max_tokens=max_tokens,
-            separate=True,
         )
-        operation = context.session.dispatch([request], fused=True)
+        request.separate = True
+        operation = context.session.call([request], fused=True)
     (output,) = operation.wait()
     return context.flatten(output, with_plan=not routing)
 
@@ -149,8 +149,8 @@ def _combine(
     if operation is None:
         recv = context.restore(record, topk_ids=topk_ids, weights=weights, home_weights=home_weights)
         request = CombineRequest(y, recv, topk_weights, reduce=reduce, epilogue=epilogue, shared=shared)
-        operation = context.session.combine([request], fused=True)
-    (out,) = operation.wait()
+        operation = context.session.call([request], fused=True)
+    out: Tensor = operation.wait()[0]
     return out
 
 
@@ -198,7 +198,7 @@ def _sum_home(
 ) -> Tensor:
     """Combine ``rows`` over ``session`` without weights."""
     recv = context.restore(record, topk_ids=topk_ids, session=session)
-    (out,) = session.combine([CombineRequest(rows, recv)], fused=True).wait()
+    out: Tensor = session.call([CombineRequest(rows, recv)], fused=True).wait()[0]
     return out
 
 
@@ -230,7 +230,7 @@ def _combine_backward(
     session = context.gradients.rows()
     routing = context.restore(record, topk_ids=topk_ids, session=session)
     request = DispatchRequest(tokens, topk_ids, topk_weights, routing=routing)
-    (output,) = session.dispatch([request], fused=True).wait()
+    (output,) = session.call([request], fused=True).wait()
     return output.tokens, output.row_offsets.new_empty(0) if output.weights is None else output.weights
 
 

@@ -7,8 +7,8 @@ rank. Arguments have been validated; a transport only moves data.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
 
 from torch import Tensor
 
@@ -23,13 +23,36 @@ T_co = TypeVar("T_co", covariant=True)
 Phase = Literal["dispatch", "combine"]
 
 
+class DispatchOptions(TypedDict, total=False):
+    """The keywords of :meth:`moelink.Communicator.dispatch`, which says what they mean."""
+
+    scales: Tensor | None
+    input_scale: Tensor | Hook | None
+    routing: DispatchOutput | None
+    max_tokens: int | None
+    num_sms: int | None
+    host_counts: bool
+    out: DispatchOutput | None
+
+
+class CombineOptions(TypedDict, total=False):
+    """The keywords of :meth:`moelink.Communicator.combine`, which says what they mean."""
+
+    reduce: bool
+    epilogue: Tensor | Hook | None
+    shared: Tensor | None
+    out: Tensor | None
+    weigh: bool
+    num_sms: int | None
+
+
 @dataclass(slots=True, eq=False)  # not frozen: to make such an object takes seven times as long
 class DispatchRequest:
     """Arguments of one rank's dispatch.
 
     Attributes:
         x: [num_tokens, hidden_size] activations, or quantised rows [num_tokens, payload_width] when ``scales`` is set.
-        topk_ids: [num_tokens, topk] int32 or int64 (with ``routing``: the ids of that earlier call).
+        topk_ids: [num_tokens, topk] int32 or int64. None with ``routing``, whose ids :meth:`fill_in` puts here.
         topk_weights: [num_tokens, topk], a Hook, or None.
         scales: [num_tokens, scale_width] row-major scales of quantised rows, or None.
         input_scale: one fp32 element, a Hook, or None.
@@ -42,7 +65,7 @@ class DispatchRequest:
     """
 
     x: Tensor
-    topk_ids: Tensor
+    topk_ids: Tensor  # None until :meth:`fill_in`
     topk_weights: Tensor | Hook | None = None
     scales: Tensor | None = None
     input_scale: Tensor | Hook | None = None
@@ -51,24 +74,36 @@ class DispatchRequest:
     out: DispatchOutput | None = None
     max_tokens: int | None = None
     num_sms: int | None = None
-    separate: bool = False
+    separate: bool = field(default=False, init=False)
+    phase: ClassVar[Phase] = "dispatch"
 
     @property
     def over(self) -> DispatchOutput | None:
         """The earlier output that this call goes over, if there is one."""
         return self.routing
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether no option is set that the fast path does not know."""
+        return (
+            self.scales is None and self.input_scale is None and self.routing is None and self.out is None
+            and self.num_sms is None and self.host_counts is False
+        )  # fmt: skip
+
+    @property
+    def differentiable(self) -> tuple[Tensor | Hook | None, ...]:
+        """The arguments that may require grad."""
+        return self.x, self.topk_weights, self.scales, self.input_scale
+
+    def fill_in(self) -> None:
+        """Take the ids of ``routing`` where ``topk_ids`` are None. Any other value is refused later."""
+        if self.topk_ids is None and isinstance(self.routing, DispatchOutput):
+            self.topk_ids = self.routing.handle.topk_ids
+
     def output_rows(self, config: EPConfig) -> int:
         """Return the rows of the output (layout "masked": of each expert) before ``host_counts`` cuts it; over an
         earlier routing as many as that output has, so that the same rows fit."""
         return config.output_rows(self.max_tokens) if self.routing is None else self.routing.src_info.shape[-2]
-
-
-def ids_of(topk_ids: Tensor | None, routing: DispatchOutput | None) -> Tensor:
-    """Return ``topk_ids``, or those of ``routing`` where they are None. Any other value is refused later."""
-    if topk_ids is None and isinstance(routing, DispatchOutput):
-        return routing.handle.topk_ids
-    return topk_ids  # type: ignore[return-value]
 
 
 @dataclass(slots=True, eq=False)
@@ -98,11 +133,28 @@ class CombineRequest:
     out: Tensor | None = None
     weigh: bool = True
     num_sms: int | None = None
+    phase: ClassVar[Phase] = "combine"
 
     @property
     def over(self) -> DispatchOutput:
         """The earlier output that this call goes over."""
         return self.recv
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no option is set that the fast path does not know."""
+        return (
+            self.topk_weights is None and self.epilogue is None and self.shared is None and self.out is None
+            and self.num_sms is None and self.reduce is True and self.weigh is True
+        )  # fmt: skip
+
+    @property
+    def differentiable(self) -> tuple[Tensor | Hook | None, ...]:
+        """The arguments that may require grad, without those of ``recv``."""
+        return self.y, self.topk_weights, self.shared, self.epilogue
+
+    def fill_in(self) -> None:
+        """Do nothing: no argument stands for another."""
 
     @property
     def row_weights(self) -> Tensor | None:
@@ -115,6 +167,9 @@ class CombineRequest:
         if self.topk_weights is not None:
             return self.topk_weights
         return self.recv.handle.topk_weights if self.weigh else None
+
+
+CallRequest = DispatchRequest | CombineRequest
 
 
 @dataclass(frozen=True)
@@ -145,20 +200,14 @@ class Pending(Protocol[T_co]):
 class FastPath(Protocol):
     """A way to make calls of kinds that were made before with little host time, for one local rank.
 
-    ``dispatch`` and ``combine`` return None, and do nothing, for a call that they do not know.
+    It takes requests that are plain.
     """
 
-    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor | None, max_tokens: int | None) -> DispatchOutput | None:
-        """Make a dispatch without other options."""
+    def make(self, request: CallRequest) -> Any:
+        """Make a call of a known kind and return its result; else do nothing and return None."""
 
-    def combine(self, y: Tensor, recv: DispatchOutput) -> Tensor | None:
-        """Make a combine without options."""
-
-    def learn_dispatch(self, request: DispatchRequest) -> None:
-        """Note the kind of an ordinary dispatch without options that was made."""
-
-    def learn_combine(self, request: CombineRequest, out: Tensor) -> None:
-        """Note the kind of an ordinary combine without options that was made; ``out`` is its result."""
+    def learn(self, request: CallRequest, result: Any) -> None:
+        """Note the kind of an ordinary call that was made, with its result."""
 
 
 class Transport(Protocol):
@@ -179,14 +228,11 @@ class Transport(Protocol):
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine, one request per local rank. ``fused``: the caller waits right away."""
 
-    def bind_dispatch(self, request: DispatchRequest) -> Callable[[DispatchRequest], DispatchOutput]:
-        """Return a function that makes this dispatch of the only local rank, each time into the same tensors.
+    def bind(self, request: CallRequest) -> Callable[[CallRequest], Any]:
+        """Return a function that makes this call of the only local rank, each time into the same tensors.
 
-        It takes ``request`` again. Making it communicates nothing.
+        It takes ``request`` again, whose ``recv`` may have changed. Making it communicates nothing.
         """
-
-    def bind_combine(self, request: CombineRequest) -> Callable[[CombineRequest], Tensor]:
-        """Return a function that makes this combine of the only local rank; its ``recv`` may have changed."""
 
     def refuse(self, phase: Phase, *, over: DispatchOutput | None = None) -> None:
         """Take part in a call whose arguments were refused here: tell the peers, move nothing. Returns at once.

@@ -10,7 +10,7 @@ another dtype, rows that begin within 16 bytes, hooks that are evaluated on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,9 +28,8 @@ class BoundCombine:
     """A combine of the rows of a bound dispatch. Made by :meth:`BoundDispatch.combine`; call it."""
 
     def __init__(self, session: Session, request: CombineRequest) -> None:
-        self._session, self._recv = session, request.recv
-        self._again: Callable[[CombineRequest], Tensor] = session.transport.bind_combine(request)
-        self._request = request
+        self._session = session
+        self._again, self._request = partial(session.repeat, session.transport.bind(request)), request
 
     def __call__(self) -> Tensor:
         """Make the combine, of the rows that the latest call of its dispatch received. Collective.
@@ -40,7 +39,7 @@ class BoundCombine:
 
         Raises: as :meth:`moelink.Communicator.combine`.
         """
-        return self._session.repeat("combine", self._again, self._request, self._request.recv)
+        return self._session.within("combine", self._again, self._request, lambda: self._request.recv)  # type: ignore[no-any-return]
 
 
 class BoundDispatch:
@@ -56,7 +55,7 @@ class BoundDispatch:
         check_num_sms(config, request.num_sms, transport=session.transport.name, device=device)
         _check_bindable(config.weight_dtype, request)
         self._session, self._request = session, request
-        self._again: Callable[[DispatchRequest], DispatchOutput] = session.transport.bind_dispatch(request)
+        self._again = partial(session.repeat, session.transport.bind(request))
         self._recv: DispatchOutput | None = None
         self._combines: list[BoundCombine] = []
 
@@ -76,7 +75,8 @@ class BoundDispatch:
 
         Raises: as :meth:`moelink.Communicator.dispatch`.
         """
-        self._recv = recv = self._session.repeat("dispatch", self._again, self._request)
+        recv: DispatchOutput = self._session.within("dispatch", self._again, self._request)
+        self._recv = recv
         for combine in self._combines:
             combine._request.recv = recv
         return recv

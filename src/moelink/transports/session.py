@@ -25,8 +25,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -49,16 +49,9 @@ from moelink.errors import (
 )
 from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.output import DispatchOutput
-from moelink.transports.base import CombineRequest, DispatchRequest, FastPath, Pending, Phase, Traffic, Transport
+from moelink.transports.base import CallRequest, DispatchRequest, FastPath, Pending, Phase, Traffic, Transport
 from moelink.transports.guard import Guard
-from moelink.transports.validation import (
-    check_combine,
-    check_dispatch,
-    check_ids,
-    check_num_sms,
-    check_rows_are_there,
-    kind_of,
-)
+from moelink.transports.validation import check_ids, check_num_sms, check_request, check_rows_are_there, kind_of
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -186,29 +179,23 @@ class Session:
         self._waiting: Pending[Any] | None = None
         self.complete, self.closed = True, False
 
-    def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
-        """Check the arguments of every local rank and start a dispatch. ``fused``: it is over when this returns."""
-        try:
-            self.begin("dispatch")
-            return self.start_dispatch(requests, fused=fused)
-        except BaseException as error:
-            self.unwind("dispatch", error, lambda: requests[0].over)
-            raise
-        finally:
-            self.guard.leave()
+    def call(self, requests: Sequence[CallRequest], *, fused: bool = False) -> Pending[list[Any]]:
+        """Check the arguments of every local rank and start a call. ``fused``: it is over when this returns."""
+        return self.within(requests[0].phase, partial(self.start, fused=fused), requests, lambda: requests[0].over)
 
-    def start_dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool) -> Pending[list[DispatchOutput]]:
-        """Do :meth:`dispatch` for a caller that begins the call and unwinds exceptions."""
-        gradients = torch.is_grad_enabled()
+    def start(self, requests: Sequence[CallRequest], *, fused: bool) -> Pending[list[Any]]:
+        """Do :meth:`call` for a caller that is within a call already (:meth:`within`)."""
+        gradients, phase = torch.is_grad_enabled(), requests[0].phase
         try:
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
-                self._check_dispatch(config, device, request)
+                self._check(config, device, request)
                 if gradients:
-                    _refuse_gradients(request.x, request.topk_weights, request.input_scale)
+                    _refuse_gradients(*request.differentiable)
             requests = [_without_hooks(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
             self.transport.partly_sent = self.complete = True
-            operation = self.transport.dispatch(requests, fused=fused)
-            return self._waited(operation) if fused else self._started("dispatch", operation, requests)
+            begin: Callable[..., Pending[list[Any]]] = getattr(self.transport, phase)
+            operation = begin(requests, fused=fused)
+            return self._waited(operation) if fused else self._started(phase, operation, requests)
         except BaseException:
             # An exception that comes between the end of a block under no_grad and its exit leaves gradients disabled.
             torch.set_grad_enabled(gradients)
@@ -221,80 +208,47 @@ class Session:
         self._waiting = None
         return result
 
-    def _check_dispatch(self, config: EPConfig, device: torch.device, request: DispatchRequest) -> None:
-        """Check a dispatch. Most calls repeat the kind of an earlier one; to find that out takes a quarter of the
+    def _check(self, config: EPConfig, device: torch.device, request: CallRequest) -> None:
+        """Check a call. Most dispatches repeat the kind of an earlier one; to find that out takes a quarter of the
         time."""
-        kind = (config.rank, kind_of(request))
-        if kind in self._checked:
-            check_ids(config, request.topk_ids)
+        kind = kind_of(request) if isinstance(request, DispatchRequest) else None
+        if kind is not None and (config.rank, kind) in self._checked:
+            check_ids(config, request.topk_ids)  # type: ignore[union-attr]
             return
-        check_dispatch(config, request, identity=self.identity, device=device)
+        check_request(config, request, identity=self.identity, device=device)
         check_num_sms(config, request.num_sms, transport=self.transport.name, device=device)
-        if kind[1] is not None:
-            self._checked.add(kind)
-
-    def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
-        """Check the arguments of every local rank and start a combine. ``fused``: it is over when this returns."""
-        try:
-            self.begin("combine")
-            return self.start_combine(requests, fused=fused)
-        except BaseException as error:
-            self.unwind("combine", error, lambda: requests[0].over)
-            raise
-        finally:
-            self.guard.leave()
-
-    def start_combine(self, requests: Sequence[CombineRequest], *, fused: bool) -> Pending[list[Tensor]]:
-        """Do :meth:`combine` for a caller that begins the call and unwinds exceptions."""
-        gradients = torch.is_grad_enabled()
-        try:
-            for config, device, request in zip(self.configs, self.devices, requests, strict=True):
-                check_combine(config, request, identity=self.identity, device=device)
-                check_num_sms(config, request.num_sms, transport=self.transport.name, device=device)
-                if gradients:
-                    _refuse_gradients(request.y, request.topk_weights, request.shared, request.epilogue)
-            requests = [_without_weight_hook(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
-            self.transport.partly_sent = self.complete = True
-            operation = self.transport.combine(requests, fused=fused)
-            return self._waited(operation) if fused else self._started("combine", operation, requests)
-        except BaseException:
-            # An exception that comes between the end of a block under no_grad and its exit leaves gradients disabled.
-            torch.set_grad_enabled(gradients)
-            raise
+        if kind is not None:
+            self._checked.add((config.rank, kind))
 
     def fast_path(self) -> FastPath | None:
         """Return the fast path, if the transport has one."""
         return self.transport.fast_path(self)  # type: ignore[no-any-return, attr-defined]
 
-    def repeat(self, phase: Phase, call: Callable[[R], T], request: R, over: object = None) -> T:
-        """Make a bound call (:mod:`moelink.transports.bound`): ``call`` hands ``request`` over and waits."""
-        try:
-            self.begin(phase)
-            check_rows_are_there(over)
-            self.transport.partly_sent = self.complete = True
-            return call(request)
-        except BaseException as error:
-            self.unwind(phase, error, lambda: over)
-            raise
-        finally:
-            self.guard.leave()
+    def within(self, phase: Phase, call: Callable[[R], T], request: R, over: Callable[[], object] = lambda: None) -> T:
+        """Return ``call(request)``, a call of ``phase`` from its :meth:`begin` to its end. All calls are made in here.
 
-    @contextmanager
-    def refusing(self, phase: Phase, over: Callable[[], object]) -> Iterator[None]:
-        """Return a context that checks arguments. Peers are told of a refusal inside, so that they do not wait.
+        An exception that leaves it is brought in order (:meth:`unwind`), also where ``call`` only checks arguments:
+        peers are told of a refusal, so that they do not wait.
 
         ``over``: returns the earlier output that the call was to use, unchecked; called once something is refused.
 
         Raises ClosedError or PendingError when no such call is possible now; peers are not told of these.
         """
-        self.begin(phase)
         try:
-            yield
+            self.begin(phase)
+            return call(request)
         except BaseException as error:
             self.unwind(phase, error, over)
             raise
         finally:
             self.guard.leave()
+
+    def repeat(self, call: Callable[[CallRequest], T], request: CallRequest) -> T:
+        """Make a bound call (:mod:`moelink.transports.bound`), within a call: ``call`` hands ``request`` over and
+        waits."""
+        check_rows_are_there(request.over)
+        self.transport.partly_sent = self.complete = True
+        return call(request)
 
     def begin(self, phase: Phase) -> None:
         """Begin a call of ``phase``: an exception from now on is told to the peers, until the call is complete.
@@ -477,23 +431,15 @@ def _caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _without_hooks(config: EPConfig, device: torch.device, request: DispatchRequest) -> DispatchRequest:
+def _without_hooks(config: EPConfig, device: torch.device, request: CallRequest) -> CallRequest:
     """Return ``request`` with the values of its hooks, which may be refused as any argument may."""
-    weights, scale = request.topk_weights, request.input_scale
-    if isinstance(weights, Hook):
-        weights = _evaluated(config, device, weights, request.x.shape[0])
-        request = dataclasses.replace(request, topk_weights=weights)
-    if isinstance(scale, Hook):
-        request = dataclasses.replace(request, input_scale=evaluate_input_scale(scale, device=device))
-    return request
-
-
-def _without_weight_hook(config: EPConfig, device: torch.device, request: CombineRequest) -> CombineRequest:
     weights = request.topk_weights
-    if not isinstance(weights, Hook):
-        return request
-    tokens = request.recv.handle.num_tokens
-    return dataclasses.replace(request, topk_weights=_evaluated(config, device, weights, tokens))
+    if isinstance(weights, Hook):
+        tokens = request.x.shape[0] if isinstance(request, DispatchRequest) else request.recv.handle.num_tokens
+        request = dataclasses.replace(request, topk_weights=_evaluated(config, device, weights, tokens))
+    if isinstance(request, DispatchRequest) and isinstance(request.input_scale, Hook):
+        request = dataclasses.replace(request, input_scale=evaluate_input_scale(request.input_scale, device=device))
+    return request
 
 
 def _evaluated(config: EPConfig, device: torch.device, weights: Hook, num_tokens: int) -> Tensor | None:

@@ -16,7 +16,7 @@ from moelink.errors import ArgumentError, ForeignHandleError, UnsupportedError
 from moelink.hooks import Hook
 from moelink.memory.layout import ALIGNMENT
 from moelink.output import DispatchOutput, shape_of_outputs, version_of
-from moelink.transports.base import CombineRequest, DispatchRequest
+from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTS = (torch.int32, torch.int64)
@@ -70,6 +70,14 @@ def kind_of(request: DispatchRequest) -> Hashable | None:
             *[(t.shape, t.dtype, t.device, t.is_contiguous()) if isinstance(t, Tensor) else type(t) for t in given],
         ]
     )
+
+
+def check_request(config: EPConfig, request: CallRequest, *, identity: str, device: torch.device) -> None:
+    """Check one rank's arguments of a call."""
+    if isinstance(request, DispatchRequest):
+        check_dispatch(config, request, identity=identity, device=device)
+    else:
+        check_combine(config, request, identity=identity, device=device)
 
 
 def check_dispatch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from moelink.control.probe import Failure
 from moelink.errors import PeerTimeoutError, UnsupportedError
 from moelink.lease import CallCount
 from moelink.output import DispatchOutput, OutputShape, leave_in_place, replace_fields
-from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
+from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Pending, Phase, Traffic
 from moelink.transports.collective.combine import combine_steps
 from moelink.transports.collective.dispatch import dispatch_steps
 from moelink.transports.collective.scratch import Scratch
@@ -84,21 +85,19 @@ class CollectiveTransport:
     def fast_path(self, session: object) -> None:
         """Return None: rows are counted and moved on the host, beside which the rest of a call is little."""
 
-    def bind_dispatch(self, request: DispatchRequest) -> Callable[[DispatchRequest], DispatchOutput]:
-        """Return a function that makes this dispatch into the same tensors. Sizes are counted anew each time."""
+    def bind(self, request: CallRequest) -> Callable[[CallRequest], Any]:
+        """Return a function that makes this call, a dispatch into the same tensors. Each call counts sizes anew."""
+        if isinstance(request, CombineRequest):
+            return lambda request: self.combine([request], fused=True).wait()[0]  # type: ignore[list-item]
         (config,) = self._configs
         shape = OutputShape.of(config, rows=request.output_rows(config), weighted=request.topk_weights is not None)
         out = request.out or shape.allocate(None, request.x.device)  # type: ignore[arg-type]
 
-        def again(request: DispatchRequest) -> DispatchOutput:
-            (made,) = self.dispatch([dataclasses.replace(request, out=out)], fused=True).wait()
+        def again(request: CallRequest) -> DispatchOutput:
+            (made,) = self.dispatch([dataclasses.replace(request, out=out)], fused=True).wait()  # type: ignore[arg-type, list-item]
             return replace_fields(made, handle=dataclasses.replace(made.handle, ids_version=None))
 
         return again
-
-    def bind_combine(self, request: CombineRequest) -> Callable[[CombineRequest], Tensor]:
-        """Return a function that makes this combine."""
-        return lambda request: self.combine([request], fused=True).wait()[0]
 
     def _counted(self, index: int, request: DispatchRequest) -> Steps[DispatchOutput]:
         output = yield from dispatch_steps(self._configs[index], request, self._scratch[index], identity=self._identity)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +12,13 @@ from torch import Tensor
 from moelink.hooks import Hook, evaluate_weights
 from moelink.kernels.combine import kernel as kernels
 from moelink.kernels.launch.constants import combine_spec
-from moelink.kernels.launch.grid import combine_launch, shared_bounds
+from moelink.kernels.launch.grid import combine_launch, combine_numbers
 from moelink.kernels.launch.launcher import CompiledKernel
 from moelink.kernels.launch.own_rows import with_own_rows
 from moelink.kernels.records import CombineInputs, CombineNumbers, CombineOutputs, RoutingNotes
-from moelink.memory.protocol import STATUS_ABORT, STATUS_OK
+from moelink.memory.protocol import STATUS_ABORT
 from moelink.output import Blank
 from moelink.transports.base import CombineRequest
-from moelink.transports.symmetric.notes import SymmetricNotes
 from moelink.transports.symmetric.rank import Rank
 
 
@@ -67,12 +67,7 @@ class LaunchPlan:
         slots = () if reduce else (config.topk,)
         dtype = config.accumulate_dtype if raw_sums else config.combine_dtype
         how: Any = {"S": spec, "launch": launch}
-        shared_begin, shared_end = shared_bounds(config, num_tokens)
-        numbers = CombineNumbers(
-            me=rank.me, first_expert=rank.first_expert, num_local_experts=config.num_local_experts,
-            num_tokens=num_tokens, y_rows=0, shared_begin=shared_begin, shared_end=shared_end, slot_begin=0,
-            spread=launch.spread, status=STATUS_OK, senders=senders, limit=rank.limit, programs=0,
-        )  # fmt: skip
+        numbers = combine_numbers(rank, num_tokens, spread=launch.spread, senders=senders)
         send = kernel(kernels.ep_combine_async_kernel, launch.send + spec.COLLECTORS, **how)
         receive = kernel(kernels.ep_combine_wait_kernel, launch.receive, **how)
         both = kernel(kernels.ep_fused_combine_kernel, senders + launch.receive, **how)
@@ -118,7 +113,7 @@ class Combine:
             raw_sums=self._torch_hook is not None,
             num_sms=request.num_sms,
         )
-        self.out = self._result(hook)
+        self.output = self._result(hook)
         self._hooked = hook.tensors if hook is not None and self._torch_hook is None else ()
         self._weights, self._bias = weights, bias
 
@@ -128,34 +123,19 @@ class Combine:
         request = self.request
         tensors = (
             request.y, request.row_weights, self._weights, request.recv.handle.topk_ids, request.shared, self._bias,
-            self.out, *self._hooked,
+            self.output, *self._hooked,
         )  # fmt: skip
         return [tensor for tensor in tensors if tensor is not None]  # type: ignore[misc]
 
-    def _inputs(self, typed: bool) -> tuple[Any, ...]:
-        """Return the rows, their factors and their addends."""
+    def _records(self, typed: bool, *, home: bool = True) -> tuple[Any, ...]:
+        """Return the records as a launch asks for them (:meth:`Launcher.launch`): those of both roles, or without the
+        outputs of the home role."""
         request, nothing = self.request, self.rank.table
-        row_weights, weights, shared, bias = request.row_weights, self._weights, request.shared, self._bias
-        fields = (
-            request.y, nothing if row_weights is None else row_weights, nothing if weights is None else weights,
-            request.recv.handle.topk_ids, nothing if shared is None else shared, nothing if bias is None else bias,
-        )  # fmt: skip
-        return CombineInputs._make(fields) if typed else fields
-
-    def _outputs(self, typed: bool) -> tuple[Any, ...]:
-        fields = (self.out, self._hooked or (self.rank.table,))
-        return CombineOutputs._make(fields) if typed else fields
-
-    def _notes(self, typed: bool) -> RoutingNotes:
-        notes: SymmetricNotes = self.request.recv.handle.routing
-        return notes.given(typed)
-
-    def _sent(self, typed: bool) -> tuple[Any, ...]:
-        return self._inputs(typed), self._notes(typed)
-
-    def _both(self, typed: bool) -> tuple[Any, ...]:
-        """Return the records of the home role, and of both roles together."""
-        return self._inputs(typed), self._outputs(typed), self._notes(typed)
+        handle = request.recv.handle
+        fields = (request.y, request.row_weights, self._weights, handle.topk_ids, request.shared, self._bias)
+        inputs = CombineInputs._make([nothing if field is None else field for field in fields])
+        notes = handle.routing.parts if typed else handle.routing.addresses
+        return (inputs, CombineOutputs(self.output, self._hooked or (nothing,)), notes) if home else (inputs, notes)
 
     def _numbers(self, numbers: CombineNumbers, slot_begin: int) -> CombineNumbers:
         """Return ``numbers`` completed for this call's rows and a pass."""
@@ -182,12 +162,12 @@ class Combine:
         plan = self.launch_plan
         if plan.travels:
             numbers = self._numbers(plan.sending, slot_begin)
-            self.rank.launcher.launch(plan.send, self._sent, numbers, self.given)
+            self.rank.launcher.launch(plan.send, partial(self._records, home=False), numbers, self.given)
 
     def receive(self, slot_begin: int) -> None:
         """Launch the home role."""
         plan = self.launch_plan
-        self.rank.launcher.launch(plan.receive, self._both, self._numbers(plan.receiving, slot_begin), self.given)
+        self.rank.launcher.launch(plan.receive, self._records, self._numbers(plan.receiving, slot_begin), self.given)
         self.rank.has_received()
 
     def send_and_receive(self, slot_begin: int) -> None:
@@ -196,7 +176,7 @@ class Combine:
 
     def _fused(self, slot_begin: int) -> tuple[Any, ...]:
         plan = self.launch_plan
-        return plan.both, self._both, self._numbers(plan.fused, slot_begin), self.given
+        return plan.both, self._records, self._numbers(plan.fused, slot_begin), self.given
 
     def launches(self) -> list[tuple[Any, ...]]:
         """Return the arguments of the launches of both roles at once, as :meth:`Launcher.launch` takes them."""
@@ -204,7 +184,7 @@ class Combine:
 
     def result(self) -> Tensor:
         """Return the result. An epilogue that exists only in torch runs here."""
-        hook, total = self._torch_hook, self.out
+        hook, total = self._torch_hook, self.output
         if hook is None:
             return total
         token = torch.arange(len(total), device=total.device)[:, None]
@@ -220,12 +200,8 @@ def refuse_combine(rank: Rank) -> None:
     if spec.ALLREDUCE:
         return
     how: Any = {"S": spec, "launch": combine_launch(rank.workspace, rank.device, 0, sums=True)}
-    numbers = CombineNumbers(
-        me=rank.me, first_expert=rank.first_expert, num_local_experts=rank.config.num_local_experts, num_tokens=0,
-        y_rows=0, shared_begin=0, shared_end=0, slot_begin=0, spread=1, status=STATUS_ABORT, senders=0,
-        limit=rank.limit, programs=1,
-    )  # fmt: skip
-    nothing, kernel = rank.nothing, rank.launcher.kernel
+    numbers = combine_numbers(rank, 0, status=STATUS_ABORT)._replace(programs=1)
+    kernel, nothing = rank.launcher.kernel, rank.nothing
     inputs, notes = CombineInputs(*[nothing] * 6), RoutingNotes(*[nothing] * 5)
     outputs = CombineOutputs(nothing, (nothing,))
     send = kernel(kernels.ep_combine_async_kernel, 1 + spec.COLLECTORS, **how)

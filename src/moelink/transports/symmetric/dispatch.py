@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,33 +13,43 @@ from torch import Tensor
 from moelink.hooks import evaluate_input_scale, evaluate_weights
 from moelink.kernels.dispatch import kernel as kernels
 from moelink.kernels.launch.constants import dispatch_spec
-from moelink.kernels.launch.grid import dispatch_launch
+from moelink.kernels.launch.grid import dispatch_launch, dispatch_numbers
 from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs, RoutingNotes
 from moelink.lease import RowsInPlace
 from moelink.memory.layout import as_bytes
 from moelink.memory.protocol import STATUS_ABORT
-from moelink.output import (
-    DispatchHandle,
-    DispatchOutput,
-    made,
-    replace_fields,
-    shape_of_outputs,
-    version_at_dispatch,
-)
+from moelink.output import DispatchHandle, DispatchOutput, replace_fields, shape_of_outputs, version_at_dispatch
 from moelink.transports.base import DispatchRequest
 from moelink.transports.symmetric.notes import SymmetricNotes
 from moelink.transports.symmetric.plans import LaunchPlan, scale_rows_of
 from moelink.transports.symmetric.rank import Rank
 from moelink.transports.symmetric.received import Received
 
+RECORDS: tuple[Any, ...] = (DispatchInputs, DispatchOutputs, RoutingNotes, CachedRouting)
+"""The records of the kernels' addresses: a sender has no outputs, a receiver no inputs."""
 
-def _bytes(tensor: Tensor, typed: bool) -> Tensor:
-    """Return ``tensor`` with the type that kernels are compiled for, if ``typed``."""
-    return as_bytes(tensor) if typed else tensor
+ADDRESSES = tuple((record, name) for record in RECORDS for name in record._fields)
+"""These addresses in one list."""
+
+SMALL = ADDRESSES.index((DispatchOutputs, "row_offsets"))
+"""The first address that may be one in the arena."""
+
+PLACES = {name: ADDRESSES.index((DispatchOutputs, name)) for name in DispatchOutputs._fields}
+"""The place of an output's field among the addresses."""
+PLACES["topk_weights"] = PLACES["weights"]
+
+_BEGINS = [sum(len(record._fields) for record in RECORDS[:i]) for i in range(len(RECORDS) + 1)]
 
 
 class Dispatch:
-    """A dispatch of one rank: :meth:`send` and then :meth:`receive`, or :meth:`send_and_receive` in one launch."""
+    """A dispatch of one rank: :meth:`send` and then :meth:`receive`, or :meth:`send_and_receive` in one launch.
+
+    Attributes:
+        passes: its launches of a half, one.
+        output: what it fills.
+    """
+
+    passes = (0,)
 
     def __init__(self, rank: Rank, request: DispatchRequest, identity: str) -> None:
         self.rank, self.request = rank, request
@@ -51,44 +63,34 @@ class Dispatch:
             weights = weights.contiguous()
         if input_scale is not None:
             input_scale = evaluate_input_scale(input_scale)
-        self.launch_plan = plan = self.plan_of(rank, request)
-        self._rows = plan.rows if request.routing is None else request.output_rows(config)
-        in_arena = out is None and not request.separate and self._rows == plan.rows
-        self._arena = plan.arena.allocate(device) if in_arena else None
-        again = None
-        if request.routing is not None:
-            # An earlier call's notes are only read. Its ``received`` and ``counts`` are read beside this call's own, as
-            # this one may fail where that one did not.
-            again = request.routing.handle.routing.again()
-        version = version_at_dispatch(request.topk_ids)
-        if self._arena is not None:
-            at, ids = self._arena.data_ptr(), request.topk_ids
-            received = Received(plan, identity, self._arena, at, ids, weights, version, again)
-            self.notes, self._scale_rows = received.notes, plan.fused.scale_rows
-            large: dict[str, Any] = {name: blank.on(device) for name, blank in plan.large}
-            if plan.in_place is not None:
-                large["_rows"] = RowsInPlace(rank.calls, plan.in_place)  # type: ignore[arg-type]
-            self.output = made(DispatchOutput, {"_source": received, **large})
-        else:
-            self.notes = SymmetricNotes(rank.notes, plan.notes.on(device)) if again is None else again
-            handle = DispatchHandle(
-                owner=identity, rank=plan.rank, num_tokens=x.shape[0], topk_ids=request.topk_ids, topk_weights=weights,
-                counts=plan.counts.on(device), routing=self.notes, ids_version=version, first_id=plan.first_id,
-            )  # fmt: skip
-            if out is not None:
-                self.output = dataclasses.replace(out, handle=handle, host_counts=None)
-            else:
-                shape = shape_of_outputs(config, rows=self._rows, weighted=weights is not None)
-                stay = None
-                if rank.calls is not None:
-                    stay = RowsInPlace(rank.calls, rank.rows_in_place(self._rows))
-                self.output = shape.allocate(handle, device, stay)
-            self._scale_rows = scale_rows_of(self.output.scales)
         if x.data_ptr() % 16:  # a view that begins anywhere; rows are read in words of up to 16 bytes
             x = x.clone()
-        self._x: Tensor = x
-        self._input_scale: Tensor | None = input_scale  # type: ignore[assignment]
-        self._weights: Tensor | None = weights
+        self._inputs = DispatchInputs(x, request.scales, input_scale, request.topk_ids, weights)
+        self.launch_plan = plan = self.plan_of(rank, request)
+        self._rows = plan.rows if request.routing is None else request.output_rows(config)
+        # An earlier call's notes are only read. Its ``received`` and ``counts`` are read beside this call's own, as
+        # this one may fail where that one did not.
+        again = None if request.routing is None else request.routing.handle.routing.again()
+        version = version_at_dispatch(request.topk_ids)
+        self._received: Received | None = None
+        if out is None and not request.separate and self._rows == plan.rows:
+            memory = plan.make_arena()
+            self._received = received = Received(plan, identity, memory, request.topk_ids, weights, version, again)
+            self.notes, self._scale_rows = received.notes, plan.fused.scale_rows
+            self.output = received.output(rank.calls)
+            return
+        self.notes = SymmetricNotes(rank.notes, plan.notes.on(device)) if again is None else again
+        handle = DispatchHandle(
+            owner=identity, rank=plan.rank, num_tokens=x.shape[0], topk_ids=request.topk_ids, topk_weights=weights,
+            counts=plan.counts.on(device), routing=self.notes, ids_version=version, first_id=plan.first_id,
+        )  # fmt: skip
+        if out is not None:
+            self.output = dataclasses.replace(out, handle=handle, host_counts=None)
+        else:
+            shape = shape_of_outputs(config, rows=self._rows, weighted=weights is not None)
+            stay = None if rank.calls is None else RowsInPlace(rank.calls, rank.rows_in_place(self._rows))
+            self.output = shape.allocate(handle, device, stay)
+        self._scale_rows = scale_rows_of(self.output.scales)
 
     @staticmethod
     def plan_of(rank: Rank, request: DispatchRequest) -> LaunchPlan:
@@ -108,47 +110,41 @@ class Dispatch:
     @property
     def given(self) -> list[Tensor]:
         """The caller's tensors that kernels read."""
-        tensors = (self._x, self.request.scales, self._input_scale, self.request.topk_ids, self._weights)
-        return [tensor for tensor in tensors if tensor is not None]
+        return [tensor for tensor in self._inputs if tensor is not None]
 
-    def _inputs(self, typed: bool) -> tuple[Any, ...]:
-        """Return the inputs of the sender role."""
-        request, nothing = self.request, self.rank.table
-        x, scales, input_scale, weights = self._x, request.scales, self._input_scale, self._weights
-        if typed and self.launch_plan.copies:
-            x = as_bytes(x)
-        fields = (
-            x, nothing if scales is None else _bytes(scales, typed), nothing if input_scale is None else input_scale,
-            request.topk_ids, nothing if weights is None else weights,
+    def _tensors(self) -> list[Tensor]:
+        """Return the tensors of all addresses, of the types that kernels are compiled for."""
+        out, nothing, earlier = self.output, self.rank.table, self.request.routing
+        x, scales, *inputs = self._inputs
+        tokens, row_scales = self._rows_of(out)
+        notes = self.notes.parts
+        cached = (notes.received, out.handle.counts)  # which kernels do not read
+        if earlier is not None:
+            cached = (earlier.handle.routing.parts.received, earlier.handle.counts)
+        tensors = (
+            as_bytes(x) if self.launch_plan.copies else x, scales if scales is None else as_bytes(scales), *inputs,
+            as_bytes(tokens), row_scales if row_scales is None else as_bytes(row_scales), out.row_offsets,
+            out.expert_ids, out.src_info, out.scales_offsets, out.weights if out.topk_ids is None else out.topk_weights,
+            out.topk_ids, out.num_recv_tokens, out.overflow, out.handle.counts, *notes, *cached,
         )  # fmt: skip
-        return DispatchInputs._make(fields) if typed else fields
+        return [nothing if tensor is None else tensor for tensor in tensors]
 
-    def _outputs(self, typed: bool) -> tuple[Any, ...]:
-        """Return the outputs of the receiver role."""
-        if self._arena is not None and not typed:
-            return self._addresses(self._arena.data_ptr())
-        out, nothing = self.output, self.rank.table
-        weights = out.weights if out.topk_ids is None else out.topk_weights
-        tokens, scales = self._rows_of(out)
-        fields = (
-            _bytes(tokens, typed), nothing if scales is None else _bytes(scales, typed), out.row_offsets,
-            nothing if out.expert_ids is None else out.expert_ids, out.src_info,
-            nothing if out.scales_offsets is None else out.scales_offsets, nothing if weights is None else weights,
-            nothing if out.topk_ids is None else out.topk_ids, out.num_recv_tokens, out.overflow, out.handle.counts,
-        )  # fmt: skip
-        return DispatchOutputs._make(fields) if typed else fields
-
-    def _addresses(self, start: int) -> tuple[Any, ...]:
-        """Return the addresses of the receiver role's outputs, without making its small tensors.
-
-        ``start``: that of the arena.
-        """
-        out, nothing = self.output, self.rank.table
-        tokens, scales = self._rows_of(out)
-        small = [nothing if begin < 0 else start + begin for begin in self.launch_plan.small]
+    def _addresses(self) -> list[int]:
+        """Return all addresses, without making tensors in the arena."""
+        received, nothing = self._received, self.rank.nothing_at
+        if received is None:
+            return [tensor.data_ptr() for tensor in self._tensors()]
+        out, earlier = self.output, self.request.routing
+        tokens, row_scales = self._rows_of(out)
+        flat = [nothing if t is None else t.data_ptr() for t in (*self._inputs, tokens, row_scales)]
+        flat += [nothing if begin < 0 else received.at + begin for begin in self.launch_plan.in_arena]
         if out.topk_ids is not None:  # layout "rank", which has these in tensors of their own
-            small[4], small[5] = nothing if out.topk_weights is None else out.topk_weights, out.topk_ids
-        return (tokens, nothing if scales is None else scales, *small)
+            flat[PLACES["topk_ids"]] = out.topk_ids.data_ptr()
+            flat[PLACES["weights"]] = nothing if out.topk_weights is None else out.topk_weights.data_ptr()
+        if earlier is not None:
+            cached = (earlier.handle.routing.addresses.received, earlier.handle.counts.data_ptr())
+            flat[_BEGINS[2] :] = [*self.notes.addresses, *cached]
+        return flat
 
     def _rows_of(self, out: DispatchOutput) -> tuple[Tensor, Tensor | None]:
         """Return where the receiver role stores rows, and their scales or what the scale kernel needs."""
@@ -156,32 +152,12 @@ class Dispatch:
             return self.rank.table, None
         return out.tokens, out.scales if self.launch_plan.layout is None else self.rank.message_of_row
 
-    def _routing(self, typed: bool) -> tuple[Any, Any]:
-        """Return this call's notes, and what the call that made the routing received and counted.
-
-        A call that makes its own routing passes its own in their place, which the kernels do not read.
-        """
-        notes, routing = self.notes.given(typed), self.request.routing
-        if routing is None:
-            cached = (notes.received, self._counts(typed))
-        else:
-            cached = (routing.handle.routing.given(typed).received, routing.handle.counts)
-        return notes, CachedRouting._make(cached) if typed else cached
-
-    def _counts(self, typed: bool) -> Any:
-        """Return this call's counts, or their address."""
-        if self._arena is None or typed:
-            return self.output.handle.counts
-        return self._arena.data_ptr() + self.launch_plan.arena.places["counts"][0]
-
-    def _sent(self, typed: bool) -> tuple[Any, ...]:
-        return (self._inputs(typed), *self._routing(typed))
-
-    def _received(self, typed: bool) -> tuple[Any, ...]:
-        return (self._outputs(typed), *self._routing(typed))
-
-    def _both(self, typed: bool) -> tuple[Any, ...]:
-        return (self._inputs(typed), self._outputs(typed), *self._routing(typed))
+    def _records(self, typed: bool, *, without: Any = None) -> tuple[Any, ...]:
+        """Return the records as a launch asks for them (:meth:`Launcher.launch`), but for one."""
+        flat: list[Any] = self._tensors() if typed else self._addresses()  # type: ignore[assignment]
+        parts = [flat[begin:end] for begin, end in pairwise(_BEGINS)]
+        made = [(record, part) for record, part in zip(RECORDS, parts, strict=True) if record is not without]
+        return tuple([record._make(part) if typed else tuple(part) for record, part in made])
 
     def _numbers(self, numbers: DispatchNumbers) -> DispatchNumbers:
         """Return ``numbers`` for this call's output, which may be the caller's, or have the rows of an earlier one."""
@@ -189,19 +165,19 @@ class Dispatch:
             return numbers
         return numbers._replace(scale_rows=self._scale_rows, capacity=self._rows)
 
-    def send(self) -> None:
+    def send(self, slot_begin: int = 0) -> None:
         """Launch the sender role."""
         plan = self.launch_plan
-        self.rank.launcher.launch(plan.send, self._sent, plan.sending, self.given)
+        self.rank.launcher.launch(plan.send, partial(self._records, without=DispatchOutputs), plan.sending, self.given)
 
-    def receive(self) -> None:
+    def receive(self, slot_begin: int = 0) -> None:
         """Launch the receiver role."""
-        plan = self.launch_plan
-        self.rank.launcher.launch(plan.receive, self._received, self._numbers(plan.receiving), self.given)
+        plan, numbers = self.launch_plan, self._numbers(self.launch_plan.receiving)
+        self.rank.launcher.launch(plan.receive, partial(self._records, without=DispatchInputs), numbers, self.given)
         self._lay_out_scales()
         self.rank.has_received()
 
-    def send_and_receive(self) -> None:
+    def send_and_receive(self, slot_begin: int = 0) -> None:
         """Launch both roles at once."""
         for launch in self.launches():
             self.rank.launcher.launch(*launch)
@@ -209,7 +185,7 @@ class Dispatch:
     def launches(self) -> list[tuple[Any, ...]]:
         """Return the arguments of the launches of both roles at once, as :meth:`Launcher.launch` takes them."""
         plan = self.launch_plan
-        return [(plan.both, self._both, self._numbers(plan.fused), self.given), *self._scales_later()]
+        return [(plan.both, self._records, self._numbers(plan.fused), self.given), *self._scales_later()]
 
     def _lay_out_scales(self) -> None:
         """Launch the scale kernel where the receiver only noted the message that each row came with."""
@@ -268,17 +244,10 @@ def refuse_dispatch(rank: Rank) -> None:
         rank.workspace, rank.device, input_dtype=config.format.payload_dtype, quantized=True, weights=False
     )
     launch = dispatch_launch(config, rank.device, 0, encodes=False)
-    numbers = DispatchNumbers(
-        me=rank.me, rank=config.rank, first_expert=rank.first_expert, num_local_experts=config.num_local_experts,
-        num_groups=config.num_groups, num_tokens=0, tokens_per_program=1, split=1, shared_begin=0, shared_end=0,
-        capacity=0, scale_rows=0, counts_stride=config.world_size, status=STATUS_ABORT, senders=0, limit=rank.limit,
-        programs=1,
-    )  # fmt: skip
-    nothing = rank.nothing
-    inputs, outputs = DispatchInputs(*[nothing] * 5), DispatchOutputs(*[nothing] * 11)
-    notes, cached = RoutingNotes(*[nothing] * 5), CachedRouting(nothing, nothing)
+    numbers = dispatch_numbers(rank, 0, status=STATUS_ABORT)._replace(programs=1)
     send = kernel(kernels.ep_dispatch_async_kernel, 1 + spec.FORWARDERS, S=spec, launch=launch)
     receive = kernel(kernels.ep_dispatch_wait_kernel, 1, S=spec, launch=launch)
-    rank.launcher.launch(send, lambda _: (inputs, notes, cached), numbers._replace(programs=send.programs))
-    rank.launcher.launch(receive, lambda _: (outputs, notes, cached), numbers)
+    inputs, outputs, *rest = (record(*[rank.nothing] * len(record._fields)) for record in RECORDS)
+    rank.launcher.launch(send, lambda _: (inputs, *rest), numbers._replace(programs=send.programs))
+    rank.launcher.launch(receive, lambda _: (outputs, *rest), numbers)
     rank.grant_credits()

@@ -36,9 +36,6 @@ class NotesLayout:
         return cls((*shapes[:-1], (-1, workspace.world_size)), begins, tuple(4 * begin for begin in begins))
 
 
-_RECEIVED = RoutingNotes._fields.index("received")
-
-
 class SymmetricNotes:
     """Where the rows of one call are.
 
@@ -77,19 +74,6 @@ class SymmetricNotes:
         rows, token, received, sent, slot = self._layout.begins
         own = start + 4 * received if self.own is None else self.own.data_ptr()
         return RoutingNotes(start + 4 * rows, start + 4 * token, own, start + 4 * sent, start + 4 * slot)
-
-    @property
-    def flat_addresses(self) -> list[int]:
-        """The addresses of the parts, as a list."""
-        start = self._memory.data_ptr()
-        flat = [start + begin for begin in self._layout.first_bytes]
-        if self.own is not None:
-            flat[_RECEIVED] = self.own.data_ptr()
-        return flat
-
-    def given(self, typed: bool) -> RoutingNotes:
-        """Return the parts as a launch asks for them (:meth:`Launcher.launch`): as tensors, or as their addresses."""
-        return self.parts if typed else self.addresses
 
     def brought_nothing(self) -> bool:
         """Return whether the call was refused or failed. Synchronises on CUDA."""

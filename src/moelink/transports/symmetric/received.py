@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from moelink.output import DispatchHandle
+from moelink.lease import CallCount, RowsInPlace
+from moelink.output import DispatchHandle, DispatchOutput, made
 from moelink.transports.symmetric.notes import SymmetricNotes
 from moelink.transports.symmetric.plans import LaunchPlan
 
@@ -35,13 +36,12 @@ class Received:
         plan: LaunchPlan,
         owner: str,
         memory: Tensor,
-        at: int,
         ids: Tensor,
         weights: Tensor | None,
         version: int | None,
         again: SymmetricNotes | None = None,
     ) -> None:
-        self.plan, self.owner, self.memory, self.at = plan, owner, memory, at
+        self.plan, self.owner, self.memory, self.at = plan, owner, memory, memory.data_ptr()
         self.ids, self.weights, self.version, self.again = ids, weights, version, again
 
     def has(self, name: str) -> bool:
@@ -65,3 +65,13 @@ class Received:
         if self.again is not None:
             return self.again
         return SymmetricNotes(self.plan.notes_layout, self.memory, words=self.plan.notes.shape[0])
+
+    def output(self, calls: CallCount | None) -> DispatchOutput:
+        """Return the output, with the tensors that are not in the arena. ``calls``: counts calls where rows stay where
+        they arrive."""
+        fields: dict[str, Any] = {"_source": self}
+        for name, make in self.plan.make_large:
+            fields[name] = make()
+        if calls is not None:
+            fields["_rows"] = RowsInPlace(calls, self.plan.in_place)  # type: ignore[arg-type]
+        return made(DispatchOutput, fields)

@@ -6,7 +6,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from moelink.memory.pointers import pointer_table
 from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
 from moelink.memory.workspace import Workspace
 from moelink.output import DispatchOutput, replace_fields
-from moelink.transports.base import CombineRequest, DispatchRequest, Pending, Phase, Traffic
+from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Pending, Phase, Traffic
 from moelink.transports.session import Session
 from moelink.transports.symmetric.clock_comparison import ClockComparison
 from moelink.transports.symmetric.combine import Combine, refuse_combine
@@ -108,95 +108,77 @@ class SymmetricTransport:
 
     def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Start a dispatch on every local rank. ``fused``: one launch, for a caller that waits right away."""
-        self.raise_error()
-        with _without_gradients():
-            try:
-                calls = [
-                    Dispatch(rank, request, self._identity) for rank, request in zip(self.ranks, requests, strict=True)
-                ]
-            except Exception:  # for instance no memory for the outputs; peers are already in the call
-                self.refuse("dispatch", over=requests[0].routing)
-                raise
-        self._count_call("dispatch")
-        fused = fused and self._overlap
-        self._end_rows(own_stream=not fused)
-        if fused:
-            self._each(calls, Dispatch.send_and_receive, own_stream=False)
-            self.partly_sent = False
-            self._under_way.append(calls)
-            self._join()
-            return Launched([call.result() for call in calls])
-        self._each(calls, Dispatch.send)
-        self.partly_sent = False
-        self._under_way.append(calls)
-
-        def finish() -> list[DispatchOutput]:
-            self._each(calls, Dispatch.receive)
-            self.partly_sent = False
-            self._join()
-            return [call.result() for call in calls]
-
-        return SymmetricPending(self, finish)
+        return self._start(requests, lambda rank, request: Dispatch(rank, request, self._identity), fused)
 
     def combine(self, requests: Sequence[CombineRequest], *, fused: bool = False) -> Pending[list[Tensor]]:
         """Start a combine on every local rank. ``fused``: one launch, for a caller that waits right away."""
+        return self._start(requests, Combine, fused)
+
+    def _start(
+        self, requests: Sequence[CallRequest], make: Callable[[Rank, Any], Dispatch | Combine], fused: bool
+    ) -> Pending[list[Any]]:
+        """Start a call of which ``make`` makes each rank's part."""
+        phase = requests[0].phase
         self.raise_error()
         with _without_gradients():
             try:
-                calls = [Combine(rank, request) for rank, request in zip(self.ranks, requests, strict=True)]
-            except Exception:
-                self.refuse("combine", over=requests[0].recv)
+                calls = [make(rank, request) for rank, request in zip(self.ranks, requests, strict=True)]
+            except Exception:  # for instance no memory for the outputs; peers are already in the call
+                self.refuse(phase, over=requests[0].over)
                 raise
-        self._count_call("combine")
+        self._count_call(phase)
         fused = fused and self._overlap
         self._end_rows(own_stream=not fused)
-        passes = calls[0].passes
+        first, *further = calls[0].passes
+
+        def each(step: Callable[[Dispatch | Combine, int], None], slot: int) -> None:
+            self._each(calls, lambda call: step(call, slot), own_stream=not fused)
+
         if fused:
-            for slot in passes:
-                self._each(calls, lambda call, slot=slot: call.send_and_receive(slot), own_stream=False)  # type: ignore[misc]
-            self.partly_sent = False
-            self._under_way.append(calls)
+            for slot in (first, *further):
+                each(lambda call, slot: call.send_and_receive(slot), slot)
+            self._sent(calls)
             self._join()
             return Launched([call.result() for call in calls])
-        self._each(calls, lambda call: call.send(passes[0]))
-        self.partly_sent = False
-        self._under_way.append(calls)
+        each(lambda call, slot: call.send(slot), first)
+        self._sent(calls)
 
-        def finish() -> list[Tensor]:
-            for slot in passes:
-                if slot != passes[0]:
-                    self._each(calls, lambda call, slot=slot: call.send(slot))  # type: ignore[misc]
-                self._each(calls, lambda call, slot=slot: call.receive(slot))  # type: ignore[misc]
+        def finish() -> list[Any]:
+            each(lambda call, slot: call.receive(slot), first)
+            for slot in further:
+                each(lambda call, slot: call.send(slot), slot)
+                each(lambda call, slot: call.receive(slot), slot)
             self.partly_sent = False
             self._join()
             return [call.result() for call in calls]
 
         return SymmetricPending(self, finish)
 
-    def bind_dispatch(self, request: DispatchRequest) -> Callable[[DispatchRequest], DispatchOutput]:
-        """Return a function that launches this dispatch again and again."""
+    def _sent(self, calls: object) -> None:
+        """Note that a half of a call is launched, and keep its tensors."""
+        self.partly_sent = False
+        self._under_way.append(calls)
+
+    def bind(self, request: CallRequest) -> Callable[[CallRequest], Any]:
+        """Return a function that launches this call again and again. A dispatch always returns the same output."""
         (rank,) = self.ranks
         with _without_gradients():
-            call = Dispatch(rank, request, self._identity)
-        output = call.output
+            if isinstance(request, CombineRequest):
+                combine = Combine(rank, request)
+                return self._again("combine", rank, combine, combine.output)
+            dispatch = Dispatch(rank, request, self._identity)
+        output = dispatch.output
         output = replace_fields(output, handle=dataclasses.replace(output.handle, ids_version=None))
-        again, rows = self._again("dispatch", rank, call, output), output.rows_in_place
+        again, rows = self._again("dispatch", rank, dispatch, output), output.rows_in_place
         if rows is None:
             return again
 
-        def renewed(request: DispatchRequest) -> DispatchOutput:
+        def renewed(request: CallRequest) -> DispatchOutput:
             output = again(request)
             rows.renew()
             return output
 
         return renewed
-
-    def bind_combine(self, request: CombineRequest) -> Callable[[CombineRequest], Tensor]:
-        """Return a function that launches this combine again and again. Its dispatch always returns the same output."""
-        (rank,) = self.ranks
-        with _without_gradients():
-            call = Combine(rank, request)
-        return self._again("combine", rank, call, call.out)
 
     def _again(self, phase: Phase, rank: Rank, call: Dispatch | Combine, result: T) -> Callable[[object], T]:
         made = [rank.overwriting(), *call.launches()] if rank.overwrites_expired else call.launches()
