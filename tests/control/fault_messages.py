@@ -16,8 +16,8 @@ from typing import Any
 from moelink.testing import assert_bitwise_equal
 from moelink.transports.collective.combine import combine_steps
 from moelink.transports.collective.dispatch import dispatch_steps
-from moelink.transports.collective.scratch import Scratch
-from moelink.transports.collective.steps import Announce, Learn
+from moelink.transports.collective.outputs import Scratch
+from moelink.transports.collective.wire import Announce, Learn
 from tests.control.fault_schedules import WORLD, Oracle
 from tests.support.cases import FIELDS, Case, check_rows
 from tests.support.symmetric_ranks import combine_requests, dispatch_requests

@@ -13,8 +13,8 @@ from moelink.control import handshake
 from moelink.memory import protocol
 from moelink.memory.layout import DispatchMessage, RegionTable
 from moelink.testing import run_ranks
+from moelink.transports.build import layout_digest
 from moelink.transports.collective import group_wire
-from moelink.transports.wire_layout import layout_digest
 from tests.support.fault_ranks import FIELDS, check_round_trip
 
 PARTS = DispatchMessage.parts.fget  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ def of_another_build(rank: int, world_size: int, change: str) -> str:
     changes = {
         "version": mock.patch.object(handshake, "__version__", "0.0.9"),
         "message": mock.patch.object(DispatchMessage, "parts", property(longer_message)),
-        "fields": mock.patch("moelink.transports.wire_layout.HEADER_FIELDS", group_wire.HEADER_FIELDS[::-1]),
+        "fields": mock.patch("moelink.transports.build.HEADER_FIELDS", group_wire.HEADER_FIELDS[::-1]),
     }
     words = "nothing"
     if rank == 1:

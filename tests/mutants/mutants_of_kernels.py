@@ -510,7 +510,7 @@ CONTRACT = (
     Mutant("ranks that share a GPU are launched at once", "kernels/launch/device.py",
            "and len(set(devices)) == len(devices))", "and len(devices) > 0)",
            "gpu/test_contract_gpu.py::test_ranks_that_share_a_gpu_are_launched_in_halves"),
-    Mutant("memory is made for fewer ranks than there are", "contract/memory.py",
+    Mutant("memory is made for fewer ranks than there are", "contract/buffers.py",
            "if world.world_size != params.n_ranks:", "if world.world_size > params.n_ranks:",
            "contract/test_contract.py::test_memory_of_processes_is_for_as_many_as_there_are"),
     Mutant("launchers lay scales out in the receiver", "contract/dispatch.py",

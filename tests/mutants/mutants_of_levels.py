@@ -70,7 +70,7 @@ OF_LEVELS = (
     Mutant("what passes through is not reported", "memory/workspace.py",
            "(\"staged_\", \"marks\", \"relays\", \"node_rows\")", "(\"staged_\",)",
            "nodes/test_nodes_levels.py::test_staging_is_bounded_by_nodes_and_reported"),
-    Mutant("ranks of one CPU process forward", "transports/select.py",
+    Mutant("ranks of one CPU process forward", "transports/build.py",
            "if config.two_level and len(devices) > 1:", "if config.two_level and len(devices) > 64:",
            "nodes/test_nodes_levels.py::test_ranks_of_one_cpu_process_have_no_forwarders"),
 )

@@ -23,7 +23,7 @@ from moelink.errors import ArgumentError, ClosedError, ConfigMismatchError, Unsu
 from moelink.memory import Members, NvshmemMemory, torch_symm
 from moelink.memory.nodes import network, nvshmem, watchdog
 from moelink.memory.workspace import Workspace
-from moelink.transports.select import choose_transport
+from moelink.transports.build import choose_transport
 
 pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
 

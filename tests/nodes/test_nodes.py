@@ -18,7 +18,7 @@ from moelink.memory.nodes.network import ProxyNetwork
 from moelink.memory.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
 from moelink.memory.workspace import Workspace
 from moelink.testing import rank_data, run_ranks
-from moelink.transports.select import choose_transport
+from moelink.transports.build import choose_transport
 from tests.support.fault_ranks import refusals
 from tests.support.patience import HANG, hurry, join, meet
 

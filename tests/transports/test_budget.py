@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import moelink
-from moelink.transports.symmetric.sm_budget import SmBudget
+from moelink.transports.symmetric.rank import SmBudget
 
 
 class Holder:

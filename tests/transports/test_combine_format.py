@@ -12,7 +12,7 @@ from moelink.config import COMBINE_FORMATS
 from moelink.formats import get_format
 from moelink.memory.workspace import Workspace
 from moelink.testing import rank_data, run_ranks
-from moelink.transports.wire_layout import layout_digest
+from moelink.transports.build import layout_digest
 from tests.support.cases import Case, Packed, Result, Setup, check_case, run_cases, unpack
 from tests.support.protocol_runs import Small, run
 from tests.support.symmetric_ranks import combine_requests, dispatch_requests

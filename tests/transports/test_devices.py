@@ -11,7 +11,7 @@ import moelink
 from moelink import reference
 from moelink.testing import assert_bitwise_equal, rank_data
 from moelink.transports.collective.dispatch import _check_counts
-from moelink.transports.collective.steps import BadMessageError
+from moelink.transports.collective.wire import BadMessageError
 from tests.support.cases import FIELDS, SCENARIOS, Case, Result, Setup, check_case, check_rows
 
 

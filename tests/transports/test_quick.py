@@ -141,7 +141,7 @@ def test_a_quick_call_without_memory_is_told_to_the_peers_and_the_next_works() -
         want = ep.dispatch(x, ids, weights)
         with (
             mock.patch(
-                "moelink.transports.symmetric.received.Received.output", side_effect=torch.OutOfMemoryError("none left")
+                "moelink.transports.symmetric.plans.Received.output", side_effect=torch.OutOfMemoryError("none left")
             ),
             pytest.raises(torch.OutOfMemoryError),
         ):

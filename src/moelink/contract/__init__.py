@@ -18,13 +18,12 @@ devices      ``distributed_ep_dispatch``, ``distributed_ep_combine``: all device
 errors. These functions allocate nothing and hide nothing. ``docs/contract.md`` has the whole list of names.
 """
 
-from moelink.contract.buffers import EPBuffers, ep_init
+from moelink.contract.buffers import EPBuffers, create_memory, ep_init
 from moelink.contract.combine import ep_combine_async, ep_combine_wait, ep_fused_combine
 from moelink.contract.combine_kernel import EPCombineKernel
 from moelink.contract.devices import distributed_ep_combine, distributed_ep_dispatch
 from moelink.contract.dispatch import ep_dispatch_async, ep_dispatch_wait, ep_fused_dispatch
 from moelink.contract.layouts import EPDispatchKernel
-from moelink.contract.memory import create_memory
 from moelink.contract.params import EPParams
 from moelink.contract.tensors import EPRouting, TokenHandler
 from moelink.memory.pointers import COMBINE, DISPATCH, RECV, RECV_COUNT, SEND, pointer_table

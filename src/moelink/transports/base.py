@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypedDict, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from moelink.errors import PeerTimeoutError
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 Phase = Literal["dispatch", "combine"]
@@ -195,6 +196,20 @@ class Pending(Protocol[T_co]):
     def wait(self) -> T_co:
         """Finish the operation (a device's current stream waits; the host does so only where the transport must) and
         return its result, or raise what went wrong."""
+
+
+class Finished(Generic[T]):
+    """A call that is over, or on a device completely launched."""
+
+    __slots__ = ("_result",)
+    over = True
+
+    def __init__(self, result: T) -> None:
+        self._result = result
+
+    def wait(self) -> T:
+        """Return the result."""
+        return self._result
 
 
 class FastPath(Protocol):

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 
-from moelink.config import EPConfig
+from moelink.config import EPConfig, TransportName
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.group import World, add_data_group, gather_bytes, setting_up
 from moelink.control.handshake import Agreement, agree
 from moelink.errors import UnsupportedError
-from moelink.memory import Members, NvshmemMemory, PosixMemory, SymmetricMemory, TorchMemory, create_all
+from moelink.memory import Members, NvshmemMemory, PosixMemory, SymmetricMemory, TorchMemory, create_all, protocol
+from moelink.memory.layout import DispatchMessage, RegionTable
+from moelink.memory.nodes.nvshmem import refuse_rocm
 from moelink.memory.workspace import Workspace
 from moelink.transports.base import Transport
 from moelink.transports.collective import CollectiveTransport
-from moelink.transports.collective.group_wire import GroupWire
+from moelink.transports.collective.group_wire import HEADER_FIELDS, GroupWire
 from moelink.transports.collective.lockstep import LockstepWire
-from moelink.transports.select import choose_transport
 from moelink.transports.session import Fate, Session
-from moelink.transports.wire_layout import layout_digest
 from moelink.version import check_pair
 
 
@@ -150,3 +151,73 @@ def _symmetric(
             "TRITON_INTERPRET=1 before anything imports triton, or use transport='collective'"
         )
     return SymmetricTransport(configs, memories, identity, detector)
+
+
+def layout_digest(config: EPConfig) -> str:
+    """Return 16 hexadecimal digits, equal on ranks whose builds agree about all bytes that go from one to another.
+
+    Ranks compare the digest at init, after versions. Two builds of one version, of different commits say, may lay out a
+    message or the block differently. Without the comparison gloo would abort a receiver whose message is longer than it
+    expects, and fields in another order would give wrong rows.
+    """
+    return blake2b("\n".join(_layouts(config)).encode(), digest_size=8).hexdigest()
+
+
+def _layouts(config: EPConfig) -> Iterator[str]:
+    """Describe headers, messages, the block of symmetric memory, and the numbers that its words have."""
+    yield f"headers {HEADER_FIELDS}"
+    for with_ids in (True, False):
+        for weight_dtype in (config.weight_dtype, None):
+            message = DispatchMessage(
+                config.format, config.hidden_size, config.topk, with_ids=with_ids, weight_dtype=weight_dtype
+            )
+            yield f"message of {message.nbytes} bytes: {_regions(message.parts)}"
+    yield f"message home of {config.home_message_bytes} bytes: {_regions(config.home_row.parts)}"
+    workspace = Workspace(config)
+    yield f"block of {workspace.nbytes} bytes: {_regions(workspace.regions)}"
+    yield f"numbers {sorted((name, value) for name, value in vars(protocol).items() if name.isupper())}"
+
+
+def _regions(table: RegionTable) -> str:
+    return ", ".join(f"{r.name} {r.dtype} {tuple(r.shape)} at {r.offset}" for r in table)
+
+
+def choose_transport(config: EPConfig, devices: Sequence[torch.device], machines: int = 1) -> TransportName:
+    """Choose the transport for ``config.transport`` and ranks on ``devices``, spread over ``machines`` machines.
+
+    ``"auto"`` is symmetric on CUDA devices of one machine and collective everywhere else.
+
+    Raises:
+        UnsupportedError: ``"symmetric"`` was asked for, and no memory or network reaches all ranks.
+    """
+    nodes = config.world_size // config.node_size
+    spread = machines > 1 or nodes > 1
+    if config.transport == "symmetric" and config.mode == "alltoall":
+        if machines > 1 and nodes == 1:
+            raise UnsupportedError(
+                f"transport='symmetric': expected ranks_per_node for ranks on {machines} machines, got "
+                f"{config.ranks_per_node}; pass the number of ranks that can address each other's memory, or use "
+                "transport='collective'"
+            )
+        if machines > 1 and any(device.type != "cuda" for device in devices):
+            raise UnsupportedError(
+                f"transport='symmetric': expected all {config.world_size} ranks on one machine for CPUs, got "
+                f"{machines} machines; use transport='collective'"
+            )
+        if nodes > 1 and devices[0].type == "cuda":
+            refuse_rocm(config.node_size)
+        if nodes > 1 and len(devices) > 1 and devices[0].type == "cuda":
+            raise UnsupportedError(
+                f"ranks_per_node: expected None for one process, whose {len(devices)} devices are in one node, got "
+                f"{config.ranks_per_node}; leave it out, or use transport='collective'"
+            )
+        if config.two_level and len(devices) > 1:
+            raise UnsupportedError(
+                f"two_level: expected False for one process with {len(devices)} ranks on CPUs, which run one after the "
+                "other and cannot wait for one another's forwarders, got True; start a process for each rank, or leave "
+                "it out"
+            )
+    if config.transport != "auto":
+        return config.transport
+    on_cuda = all(device.type == "cuda" for device in devices)
+    return "symmetric" if on_cuda and not spread else "collective"

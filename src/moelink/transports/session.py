@@ -49,7 +49,7 @@ from moelink.errors import (
 )
 from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.output import DispatchOutput
-from moelink.transports.base import CallRequest, DispatchRequest, FastPath, Pending, Phase, Traffic, Transport
+from moelink.transports.base import CallRequest, DispatchRequest, FastPath, Finished, Pending, Phase, Traffic, Transport
 from moelink.transports.guard import Guard
 from moelink.transports.validation import check_ids, check_num_sms, check_request, check_rows_are_there, kind_of
 
@@ -121,20 +121,6 @@ class PendingOperation(Generic[T]):
         finally:
             session.guard.leave()
         return result
-
-
-class Finished(Generic[T]):
-    """A call that is over."""
-
-    __slots__ = ("_result",)
-    over = True
-
-    def __init__(self, result: T) -> None:
-        self._result = result
-
-    def wait(self) -> T:
-        """Return the result."""
-        return self._result
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from moelink.config import EPConfig
 from moelink.env import VARIABLES
 from moelink.tools.cli.console import make_console, table, to_json
 from moelink.tools.common import versions
-from moelink.transports.select import choose_transport
+from moelink.transports.build import choose_transport
 
 SCHEMA_VERSION = 2
 

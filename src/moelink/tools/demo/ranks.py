@@ -20,7 +20,7 @@ from moelink.routing import ExpertMap
 from moelink.tools.common import dequantize_rows
 from moelink.tools.demo.layer import embed, make_expert, route
 from moelink.tools.demo.report import DemoConfig
-from moelink.transports.select import choose_transport
+from moelink.transports.build import choose_transport
 
 
 @dataclass(frozen=True)

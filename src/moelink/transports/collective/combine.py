@@ -15,10 +15,10 @@ from moelink.hooks import Hook, evaluate_weights
 from moelink.memory.layout import ALIGNMENT, as_bytes
 from moelink.routing import RowPlan
 from moelink.transports.base import CombineRequest
+from moelink.transports.collective.outputs import Scratch
 from moelink.transports.collective.plan import CollectivePlan
-from moelink.transports.collective.scratch import Scratch
-from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
 from moelink.transports.collective.sums import partial_sums, sum_rows
+from moelink.transports.collective.wire import Announce, BadMessageError, Learn, Steps, Transfer
 
 
 def combine_steps(config: EPConfig, request: CombineRequest, scratch: Scratch) -> Steps[Tensor]:

@@ -14,11 +14,10 @@ from moelink.memory.layout import DispatchMessage, as_bytes
 from moelink.output import DispatchHandle, DispatchOutput, version_at_dispatch
 from moelink.routing import ExpertMap, plan_sends
 from moelink.transports.base import DispatchRequest
-from moelink.transports.collective.outputs import fill_output
+from moelink.transports.collective.outputs import Scratch, fill_output
 from moelink.transports.collective.plan import CollectivePlan, Messages, complete_plan, expert_counts
-from moelink.transports.collective.scratch import Scratch
-from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
 from moelink.transports.collective.sums import gather_rows
+from moelink.transports.collective.wire import Announce, BadMessageError, Learn, Steps, Transfer
 
 
 def dispatch_steps(

@@ -49,8 +49,7 @@ from moelink.control.threads import start_daemon
 from moelink.errors import PeerAbortedError, PeerError, PeerTimeoutError, ProtocolError
 from moelink.transports.base import Phase
 from moelink.transports.collective.background import Background, BackgroundCall
-from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
-from moelink.transports.collective.wire import odd_rank
+from moelink.transports.collective.wire import Announce, BadMessageError, Learn, Steps, Transfer, odd_rank
 
 R = TypeVar("R")
 

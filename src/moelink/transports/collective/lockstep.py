@@ -9,9 +9,8 @@ from torch import Tensor
 
 from moelink.control.probe import Failure
 from moelink.errors import PeerTimeoutError, ProtocolError
-from moelink.transports.base import Phase
-from moelink.transports.collective.steps import Announce, BadMessageError, Learn, Steps, Transfer
-from moelink.transports.collective.wire import Finished, odd_rank
+from moelink.transports.base import Finished, Phase
+from moelink.transports.collective.wire import Announce, BadMessageError, Learn, Steps, Transfer, odd_rank
 
 R = TypeVar("R")
 

@@ -18,9 +18,8 @@ from moelink.output import DispatchOutput, OutputShape, leave_in_place, replace_
 from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Pending, Phase, Traffic
 from moelink.transports.collective.combine import combine_steps
 from moelink.transports.collective.dispatch import dispatch_steps
-from moelink.transports.collective.scratch import Scratch
-from moelink.transports.collective.steps import Steps
-from moelink.transports.collective.wire import Wire
+from moelink.transports.collective.outputs import Scratch
+from moelink.transports.collective.wire import Steps, Wire
 
 
 class _InPlace:

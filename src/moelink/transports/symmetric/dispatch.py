@@ -21,9 +21,8 @@ from moelink.memory.protocol import STATUS_ABORT
 from moelink.output import DispatchHandle, DispatchOutput, replace_fields, shape_of_outputs, version_at_dispatch
 from moelink.transports.base import DispatchRequest
 from moelink.transports.symmetric.notes import SymmetricNotes
-from moelink.transports.symmetric.plans import LaunchPlan, scale_rows_of
+from moelink.transports.symmetric.plans import LaunchPlan, Received, scale_rows_of
 from moelink.transports.symmetric.rank import Rank
-from moelink.transports.symmetric.received import Received
 
 RECORDS: tuple[Any, ...] = (DispatchInputs, DispatchOutputs, RoutingNotes, CachedRouting)
 """The records of the kernels' addresses: a sender has no outputs, a receiver no inputs."""

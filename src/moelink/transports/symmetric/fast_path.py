@@ -39,8 +39,8 @@ from moelink.transports.session import Session
 from moelink.transports.symmetric import combine, plans
 from moelink.transports.symmetric.combine import Combine
 from moelink.transports.symmetric.dispatch import ADDRESSES, PLACES, SMALL, Dispatch
+from moelink.transports.symmetric.plans import Received
 from moelink.transports.symmetric.rank import Rank
-from moelink.transports.symmetric.received import Received
 
 COMBINE_ADDRESSES = (*CombineInputs._fields, "out", "hook", *RoutingNotes._fields)
 """Addresses of the kernel of a combine's both roles, behind the launcher's own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -16,7 +17,7 @@ from moelink.control.error_record import ErrorRecord
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.probe import Failure
 from moelink.env import DEBUG
-from moelink.errors import MoelinkError, StateError
+from moelink.errors import ConfigError, MoelinkError, StateError
 from moelink.kernels.dispatch.expired_rows import ep_overwrite_expired_rows_kernel
 from moelink.kernels.launch.constants import combine_spec, dispatch_spec
 from moelink.kernels.launch.device import clock_ticks, sm_limit_of
@@ -33,7 +34,6 @@ from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap
 from moelink.tracing.device.buffer import TraceBuffer, require_traceable
 from moelink.transports.symmetric.notes import NotesLayout
-from moelink.transports.symmetric.sm_budget import SM_BUDGET
 
 P = TypeVar("P")
 
@@ -52,6 +52,60 @@ def _guard(rank: Rank) -> AbstractContextManager[None]:
     if rank.trace is not None:
         ranges.append(AccessRange("trace", None, rank.trace.words.data_ptr(), rank.trace.words.nbytes))
     return guard_accesses(ranges)
+
+
+class SmBudget:
+    """The SMs that the communicators of one device may occupy together.
+
+    Two communicators, or two lanes of one, can be in flight at the same time (on streams of their own) only if the CTAs
+    of both fit the device. If they do not, the waiting CTAs of one could keep out the senders of the other, on every
+    rank in turn. A communicator with an SM limit (``num_sms``) takes part in this budget, each of its lanes for itself.
+    One without a limit uses the whole device, and the caller's stream runs it after the others; so it has one lane.
+
+    A device belongs to the whole process, and so does its budget. This is the only registry of the package that is not
+    reached from a communicator. It keeps nothing alive.
+    """
+
+    def __init__(self) -> None:
+        self._holders: weakref.WeakKeyDictionary[object, tuple[torch.device, int]] = weakref.WeakKeyDictionary()
+
+    def claim(
+        self, holder: object, device: torch.device, num_sms: int | None, *, available: int, lanes: int = 1
+    ) -> None:
+        """Promise ``num_sms`` of the ``available`` SMs of ``device`` to ``holder`` until it is released.
+
+        ``lanes``: of the communicator whose first lane ``holder`` is. The others claim as much later, each for itself,
+        but all must fit now.
+
+        Raises:
+            ConfigError: ``num_sms`` is more than the device has, or than other open communicators leave, or is None
+                where several lanes run at the same time.
+
+        Example: with 132 available and 100 claimed, a claim of 40 is refused and one of 32 accepted; with 2 lanes, one
+        of 32 is refused and one of 16 accepted.
+        """
+        if num_sms is None:
+            if lanes > 1:
+                raise ConfigError(
+                    "num_sms", f"at most {available // lanes} with lanes={lanes}, which share the SMs of {device}", None
+                )
+            return
+        taken = sum(count for place, count in self._holders.values() if place == device)
+        if lanes * num_sms + taken > available:
+            raise ConfigError(
+                "num_sms",
+                f"at most {(available - taken) // lanes} ({available} on {device}, {taken} held by open communicators"
+                + (f", {lanes} lanes)" if lanes > 1 else ")"),
+                num_sms,
+            )
+        self._holders[holder] = (device, num_sms)
+
+    def release(self, holder: object) -> None:
+        """Give back the claim of ``holder``, if it has one."""
+        self._holders.pop(holder, None)
+
+
+SM_BUDGET = SmBudget()
 
 
 class Rank:

@@ -16,21 +16,50 @@ from moelink.control.error_record import Losses, raise_losses
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.probe import Failure
 from moelink.errors import PeerTimeoutError
+from moelink.kernels.launch.constants import combine_spec
 from moelink.kernels.launch.device import launches_overlap
 from moelink.memory import SymmetricMemory
 from moelink.memory.pointers import pointer_table
 from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
 from moelink.memory.workspace import Workspace
 from moelink.output import DispatchOutput, replace_fields
-from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Pending, Phase, Traffic
+from moelink.tracing.device.clocks import ClockNumbers, ep_compare_clocks_kernel
+from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Finished, Pending, Phase, Traffic
 from moelink.transports.session import Session
-from moelink.transports.symmetric.clock_comparison import ClockComparison
 from moelink.transports.symmetric.combine import Combine, refuse_combine
 from moelink.transports.symmetric.dispatch import Dispatch, refuse_dispatch
 from moelink.transports.symmetric.fast_path import SymmetricFastPath
 from moelink.transports.symmetric.rank import Rank
 
 T = TypeVar("T")
+
+
+ROUNDS = 32
+"""Questions to each rank in a comparison of clocks."""
+
+
+class ClockComparison:
+    """A comparison of this rank's clock with those of its peers that is under way. Collective.
+
+    Attributes:
+        out: the output of the kernel.
+    """
+
+    def __init__(self, rank: Rank, comparisons: int) -> None:
+        """``comparisons``: how many these ranks have made before."""
+        spec = combine_spec(rank.workspace, rank.device, row_weights=False, home_weights=False)
+        self.out = torch.zeros(rank.workspace.world_size, 2, dtype=torch.int64, device=rank.device)
+        numbers = ClockNumbers(rank.me, comparisons * ROUNDS, ROUNDS, rank.limit, 1)
+        kernel = rank.launcher.kernel(ep_compare_clocks_kernel, 1, S=spec, num_warps=1)
+        with rank.launching(own_stream=False):
+            rank.launcher.launch(kernel, lambda _: (self.out,), numbers)
+
+    def result(self) -> list[tuple[int, int]] | None:
+        """Return of each rank how far its clock is ahead of rank 0's, and by how much that may be wrong, in ticks.
+
+        Ranks other than 0 return zeros. None when a rank did not answer in time. The host waits."""
+        rows = self.out.tolist()
+        return [(0, 0), *map(tuple, rows[1:])] if rows[0][0] == 1 else None
 
 
 def _without_gradients() -> AbstractContextManager[object]:
@@ -55,19 +84,6 @@ class SymmetricPending(Generic[T]):
             finish, self._finish = self._finish, None
             self._result = finish()  # type: ignore[misc]
         return self._result  # type: ignore[return-value]
-
-
-class Launched(Generic[T]):
-    """A call that is completely launched."""
-
-    def __init__(self, result: T) -> None:
-        self._result = result
-
-    over = True
-
-    def wait(self) -> T:
-        """Return the result."""
-        return self._result
 
 
 class SymmetricTransport:
@@ -139,7 +155,7 @@ class SymmetricTransport:
                 each(lambda call, slot: call.send_and_receive(slot), slot)
             self._sent(calls)
             self._join()
-            return Launched([call.result() for call in calls])
+            return Finished([call.result() for call in calls])
         each(lambda call, slot: call.send(slot), first)
         self._sent(calls)
 
