@@ -20,6 +20,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from triton.runtime import JITFunction
 
 import moelink
@@ -27,6 +28,8 @@ import moelink.formats.device
 import moelink.kernels
 import moelink.rows
 import moelink.tracing.device
+from moelink.kernels.launch.device import threads_of
+from tests.kernels.absent_gpu import on
 from tests.kernels.aot_forms import (
     SUMS,
     Form,
@@ -59,7 +62,7 @@ def narrow_looks(text: str, threads: int) -> list[str]:
 
 def wrong_in(form: Form) -> str:
     """Lower ``form``, and return what is wrong with it or nothing."""
-    text, constants = ir_of(form.kernel, form.spec, passes=False), form.constants
+    text = ir_of(form.kernel, form.spec, passes=False)
     # The text takes long, and a limit of SMs changes nothing of what is looked at: so not every form.
     looks = form.launch in ("combine both", "combine wait") and form.row["lamport"] and form.row["sums"] == SUMS
     if form.launch == "dispatch both":
@@ -68,7 +71,8 @@ def wrong_in(form: Form) -> str:
         return ""
     if not narrow_looks(text, 1 << 62):
         return "nothing is looked at"
-    return next(iter(narrow_looks(text, constants.MAX_THREADS.value)), "")
+    with on(form.row["gpu"]):
+        return next(iter(narrow_looks(text, threads_of(torch.device("cuda")))), "")
 
 
 def functions() -> list[JITFunction[Any]]:

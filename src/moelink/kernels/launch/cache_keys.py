@@ -12,12 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import triton.language as tl
 from triton.language import constexpr
 from triton.runtime import JITFunction
 from triton.runtime.jit import JITCallable
+
+from moelink.memory.layout import RegionTable
+
+OFFSET = "OFFSET_"
+"""How the names of fields for regions begin."""
 
 
 def settle_cache_key(function: Any) -> Any:
@@ -53,8 +59,20 @@ def _settle(function: JITFunction[Any]) -> None:
 class Constants:
     """What a kernel is compiled for, in one object: the base of frozen dataclasses whose fields are the constants.
 
-    Two objects with equal fields are equal, and have one short name, which becomes part of cache keys.
+    Two objects with equal fields are equal, and have one short name, which becomes part of cache keys. A class that
+    names ``regions`` has a field for each of them: OFFSET_ROWS for region "rows".
     """
+
+    def __init_subclass__(cls, regions: Sequence[str] = (), **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__annotations__.update({OFFSET + name.upper(): "int" for name in regions})
+
+    @classmethod
+    def offsets(cls, table: RegionTable) -> dict[str, int]:
+        """Return the fields of regions: the first byte of each in ``table``, 0 if the table has no such region."""
+        known = {OFFSET + region.name.upper(): region.offset for region in table}
+        names = (field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]  # subclasses are dataclasses
+        return {name: known.get(name, 0) for name in names if name.startswith(OFFSET)}
 
     def __post_init__(self) -> None:
         # A short name that stands for all values. It becomes part of symbol names and of cache keys, so it includes

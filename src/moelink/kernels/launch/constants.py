@@ -10,7 +10,7 @@ from that of a message.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from moelink.formats.base import Format
 from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.device import clock_of, has_dependent_launches, has_native_casts, sm_limit_of, threads_of
 from moelink.kernels.launch.grid import relaying_ctas
-from moelink.kernels.nodes.relay_constants import RelayConstants, inter_node_offset, relay_constants
+from moelink.kernels.nodes.relay_constants import RelayConstants, relay_constants
 from moelink.memory.protocol import COUNT_HEADER, MAX_SENDERS, combine_options
 from moelink.memory.workspace import Workspace
 from moelink.tuning import COUNTED_ALONE, FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MANY_TOKENS, MESSAGES_IN_PLACE
@@ -39,6 +39,16 @@ _SCALE_LAYOUTS = {"row_major": 0, "transposed": 1, "tiles_128x4": 2}
 NO_SCALES, ROW_MAJOR, TRANSPOSED, TILES = -1, 0, 1, 2
 COPY, CONVERT, ENCODE = 0, 1, 2
 
+_COMMON_REGIONS = ("poison", "poisons", "control", "credit", "sm_limit", "idle")
+_DISPATCH_REGIONS = (
+    "row_table", "block_counts_flag", "block_counts", "message_flag", "counts", "firsts", "messages", "counts_flag",
+    "firsts_flag", "staged_counts", "staged_firsts", "staged_messages",
+)  # fmt: skip
+_COMBINE_REGIONS = (
+    "combine_head", "combine_flag", "combine_status", "combine_kept", "rows", "lamport_slots", "row_flag",
+    "inter_node_kept", "staged_status", "staged_kept", "staged_rows", "node_flag", "node_rows",
+)  # fmt: skip
+
 
 def word_of(nbytes: int) -> Any:
     """Return the widest integer type, up to 4 bytes, that divides ``nbytes``. Rows are moved in words of it."""
@@ -46,18 +56,15 @@ def word_of(nbytes: int) -> Any:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class CommonSpec(Constants):
+class CommonSpec(Constants, regions=_COMMON_REGIONS):
     """Sizes and offsets that both phases use. ``X_POW2`` is the next power of two of ``X``, the size of a block.
 
     Attributes:
-        WORLD_SIZE: ranks that exchange. NUM_EXPERTS: experts; its power of two is the number of bins of a histogram.
+        WORLD_SIZE: ranks that exchange. NUM_EXPERTS: experts.
         EXPERTS_PER_RANK, EXTRA_EXPERTS: the map of experts; the first EXTRA_EXPERTS ranks own one more.
-        TOPK, MAX_TOKENS: topk and max_tokens_per_rank. MAX_LOCAL_EXPERTS: most experts of a rank.
-        COUNT_BLOCK: tokens that a CTA counts at a time, of its own. COUNT_BLOCK_ALL: the same where it also counts
-            tokens of other CTAs. COUNT_BLOCK_MESSAGES: the same where it counts messages alone.
-        ALLREDUCE: mode "allreduce". FUSED_SHARED_EXPERT: 1 where it is fused. RANK_LAYOUT: layout "rank".
-        NATIVE_CASTS: the hardware's casts round as the formats do. MAX_THREADS: most threads of a CTA; 1 where it is
-            interpreted. CLOCK: what ``signals.clock`` reads.
+        TOPK, MAX_TOKENS: topk and max_tokens_per_rank.
+        ALLREDUCE: mode "allreduce". FUSED_SHARED_EXPERT: 1 where it is fused.
+        NATIVE_CASTS: the hardware's casts round as the formats do. CLOCK: what ``signals.clock`` reads.
         NUM_SMS: SMs that the CTAs of a launch may use, 0 for all. SM_ID: how a CTA finds the number of its SM
             (``kernels.launch.sm_limit``). DEPENDENT_LAUNCH: a launch may start before the one before it has ended
             (``kernels.sync.dependent_launch``).
@@ -70,31 +77,18 @@ class CommonSpec(Constants):
     WORLD_SIZE: int
     WORLD_SIZE_POW2: int
     NUM_EXPERTS: int
-    NUM_EXPERTS_POW2: int
     EXPERTS_PER_RANK: int
     EXTRA_EXPERTS: int
     TOPK: int
     TOPK_POW2: int
-    MAX_LOCAL_EXPERTS: int
-    MAX_LOCAL_EXPERTS_POW2: int
     MAX_TOKENS: int
-    COUNT_BLOCK: int
-    COUNT_BLOCK_ALL: int
-    COUNT_BLOCK_MESSAGES: int
     ALLREDUCE: bool
     FUSED_SHARED_EXPERT: int
-    RANK_LAYOUT: bool
     NATIVE_CASTS: bool
-    MAX_THREADS: int
     CLOCK: Any
     NUM_SMS: int
     SM_ID: Any
     DEPENDENT_LAUNCH: bool
-    OFFSET_POISON: int
-    OFFSET_POISONS: int
-    OFFSET_CONTROL: int
-    OFFSET_CREDIT: int
-    OFFSET_SM_LIMIT: int
     NODE_SIZE: int
     NODE_SIZE_POW2: int
     NODES: int
@@ -102,8 +96,6 @@ class CommonSpec(Constants):
     NETWORK: str
     TRACE: bool
     TRACE_CTAS: int
-    OFFSET_IDLE: int
-    OFFSET_NODE_FLAG: int
 
 
 def message_block(cfg: EPConfig, ranks: int) -> int:
@@ -119,35 +111,29 @@ def message_block(cfg: EPConfig, ranks: int) -> int:
 
 def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
     """Return the fields of :class:`CommonSpec`."""
-    cfg, regions = workspace.config, workspace.regions
-    ranks, power = workspace.world_size, triton.next_power_of_2
-    local = workspace.max_local_experts
+    cfg, ranks, power = workspace.config, workspace.world_size, triton.next_power_of_2
     return dict(
-        WORLD_SIZE=ranks, WORLD_SIZE_POW2=power(ranks), NUM_EXPERTS=cfg.num_experts, NUM_EXPERTS_POW2=max(2,
-        power(cfg.num_experts)), EXPERTS_PER_RANK=cfg.num_experts // cfg.world_size, EXTRA_EXPERTS=cfg.num_experts %
-        cfg.world_size, TOPK=cfg.topk, TOPK_POW2=power(cfg.topk), MAX_LOCAL_EXPERTS=local,
-        MAX_LOCAL_EXPERTS_POW2=power(local), MAX_TOKENS=max(1, cfg.max_tokens_per_rank), COUNT_BLOCK=max(1, 256 //
-        power(cfg.topk)) if device.type != "cpu" else 2, COUNT_BLOCK_ALL=min(max(1, 1024 // power(cfg.topk)),
-        power(max(1, cfg.max_tokens_per_rank))) if device.type != "cpu" else 16, COUNT_BLOCK_MESSAGES=
-        message_block(cfg, ranks) if device.type != "cpu" else 4, ALLREDUCE=cfg.mode == "allreduce",
-        FUSED_SHARED_EXPERT=int(cfg.fused_shared_expert), RANK_LAYOUT=cfg.layout == "rank",
-        NATIVE_CASTS=has_native_casts(device), MAX_THREADS=threads_of(device), CLOCK=clock_of(device),
-        NUM_SMS=sm_limit_of(cfg, device), SM_ID="ptx", DEPENDENT_LAUNCH=has_dependent_launches(device),
-        OFFSET_POISON=regions["poison"].offset, OFFSET_POISONS=regions["poisons"].offset,
-        OFFSET_CONTROL=regions["control"].offset, OFFSET_CREDIT=regions["credit"].offset,
-        OFFSET_SM_LIMIT=regions["sm_limit"].offset,
+        WORLD_SIZE=ranks, WORLD_SIZE_POW2=power(ranks), NUM_EXPERTS=cfg.num_experts,
+        EXPERTS_PER_RANK=cfg.num_experts // cfg.world_size, EXTRA_EXPERTS=cfg.num_experts % cfg.world_size,
+        TOPK=cfg.topk, TOPK_POW2=power(cfg.topk), MAX_TOKENS=max(1, cfg.max_tokens_per_rank),
+        ALLREDUCE=cfg.mode == "allreduce", FUSED_SHARED_EXPERT=int(cfg.fused_shared_expert),
+        NATIVE_CASTS=has_native_casts(device), CLOCK=clock_of(device), NUM_SMS=sm_limit_of(cfg, device), SM_ID="ptx",
+        DEPENDENT_LAUNCH=has_dependent_launches(device),
         NODE_SIZE=workspace.node_size, NODE_SIZE_POW2=power(workspace.node_size), NODES=ranks // workspace.node_size,
         TWO_LEVEL=workspace.two_level, NETWORK="" if workspace.inter_node_ranks == 0 else "ring" if device.type == "cpu"
-        else "nvshmem", TRACE=False, TRACE_CTAS=0, OFFSET_IDLE=inter_node_offset(workspace, "idle"),
-        OFFSET_NODE_FLAG=inter_node_offset(workspace, "node_flag"),
+        else "nvshmem", TRACE=False, TRACE_CTAS=0,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class DispatchSpec(CommonSpec, RelayConstants):
+class DispatchSpec(CommonSpec, RelayConstants, regions=_DISPATCH_REGIONS):
     """Launch constants of dispatch: how rows enter messages, and how they leave them.
 
     Attributes:
+        NUM_EXPERTS_POW2: bins of a histogram of experts. MAX_LOCAL_EXPERTS: most experts of a rank. RANK_LAYOUT: layout
+            "rank".
+        COUNT_BLOCK: tokens that a CTA counts at a time, of its own. COUNT_BLOCK_ALL: the same where it also counts
+            tokens of other CTAs. COUNT_BLOCK_MESSAGES: the same where it counts messages alone.
         SOURCE: COPY rows unchanged (already quantised, or already of the payload dtype), CONVERT them to another float
             dtype, or ENCODE them with the format's device functions.
         WORD_POINTER, ROW_WORDS, BLOCK_SIZE: rows are moved in words: pointer type, words of a row, words at a time.
@@ -164,7 +150,7 @@ class DispatchSpec(CommonSpec, RelayConstants):
             HAS_WEIGHTS, WEIGHT_POINTER: router weights travel, and their type. GLOBAL_IDS: ids of the output count
             over all ranks.
         CACHED_ROUTING: the dispatch uses an earlier call's routing. OPTIONS: what every rank must choose alike.
-        ROWS_PER_MESSAGE: output rows of a message, at most. NUM_GROUPS_POW2: group offsets, as a power of two.
+        ROWS_PER_MESSAGE_POW2: output rows of a message, at most. NUM_GROUPS_POW2: group offsets; both powers of two.
         EVICTION: how rows are loaded, as Triton names it: in a call of more than FEW_TOKENS they are the first to leave
             the L2 cache.
         TOKENS_PER_BATCH: tokens whose messages a CTA publishes together.
@@ -177,6 +163,13 @@ class DispatchSpec(CommonSpec, RelayConstants):
         ROW_TABLE: one receiver plans for all. MESSAGE_BYTES: bytes of a message. MESSAGE_*: first byte of a part in it.
     """
 
+    NUM_EXPERTS_POW2: int
+    MAX_LOCAL_EXPERTS: int
+    MAX_LOCAL_EXPERTS_POW2: int
+    RANK_LAYOUT: bool
+    COUNT_BLOCK: int
+    COUNT_BLOCK_ALL: int
+    COUNT_BLOCK_MESSAGES: int
     SOURCE: int
     WORD_POINTER: Any
     ROW_WORDS: int
@@ -208,7 +201,6 @@ class DispatchSpec(CommonSpec, RelayConstants):
     CACHED_ROUTING: bool
     OPTIONS: int
     WEIGHT_POINTER: Any
-    ROWS_PER_MESSAGE: int
     ROWS_PER_MESSAGE_POW2: int
     NUM_GROUPS_POW2: int
     TOKENS_PER_BATCH: int
@@ -229,18 +221,6 @@ class DispatchSpec(CommonSpec, RelayConstants):
     COUNT_WORDS_POW2: int
     POLL_WIDTH: int
     ROW_TABLE: bool
-    OFFSET_ROW_TABLE: int
-    OFFSET_BLOCK_COUNTS_FLAG: int
-    OFFSET_BLOCK_COUNTS: int
-    OFFSET_MESSAGE_FLAG: int
-    OFFSET_COUNTS: int
-    OFFSET_FIRSTS: int
-    OFFSET_MESSAGES: int
-    OFFSET_COUNTS_FLAG: int
-    OFFSET_FIRSTS_FLAG: int
-    OFFSET_STAGED_COUNTS: int
-    OFFSET_STAGED_FIRSTS: int
-    OFFSET_STAGED_MESSAGES: int
 
 
 def _source(fmt: Format, input_dtype: torch.dtype, quantized: bool) -> int:
@@ -267,7 +247,7 @@ def dispatch_spec(
     ``quantized``: the rows are of the format itself, with scales beside them. ``cached``: the dispatch uses cached
     routing. ``later``: a later launch may write the scales in their layout.
     """
-    cfg, regions, inter = workspace.config, workspace.regions, partial(inter_node_offset, workspace)
+    cfg, regions = workspace.config, workspace.regions
     fmt, hidden, power, message = cfg.format, cfg.hidden_size, triton.next_power_of_2, workspace.message
     source = _source(fmt, input_dtype, quantized)
     nbytes = fmt.payload_bytes(hidden)
@@ -288,8 +268,11 @@ def dispatch_spec(
     most = cfg.max_tokens_per_rank
     if device.type == "cpu":
         many = most > 4
-        batch, gather, alone = 2, 2, 3 if many else 0
+        batch, gather, alone, counted = 2, 2, 3 if many else 0, (2, 16, 4)
     else:
+        per_token = power(cfg.topk)
+        every = min(max(1, 1024 // per_token), power(max(1, most)))
+        counted = max(1, 256 // per_token), every, message_block(cfg, workspace.world_size)
         many = most > MANY_TOKENS
         batch = min(8 if cfg.zero_copy and not many else 4, power(max(1, most // 128)))
         gather, alone = 4 if many else 1, 0 if many else COUNTED_ALONE
@@ -301,11 +284,15 @@ def dispatch_spec(
     if scale_bytes:
         assert fmt.scale_layout is not None
         layout = ROW_MAJOR if cfg.layout == "rank" else _SCALE_LAYOUTS[fmt.scale_layout.name]
-    shared = common(workspace, device)
+    experts = power(workspace.max_local_experts)
     # The polled counts are used as values: a word, or more, for each thread (``kernels.sync.signals``).
-    look = max(shared["MAX_LOCAL_EXPERTS_POW2"], threads_of(device), power(COUNT_HEADER * workspace.world_size))
+    look = max(experts, threads_of(device), power(COUNT_HEADER * workspace.world_size))
     return DispatchSpec(
-        **shared, POLL_WIDTH=shared["MAX_LOCAL_EXPERTS_POW2"] if cached else look, SOURCE=source,
+        **common(workspace, device), **relay_constants(workspace, device, max_block), **DispatchSpec.offsets(regions),
+        NUM_EXPERTS_POW2=max(2, power(cfg.num_experts)), MAX_LOCAL_EXPERTS=workspace.max_local_experts,
+        MAX_LOCAL_EXPERTS_POW2=experts, RANK_LAYOUT=cfg.layout == "rank", COUNT_BLOCK=counted[0],
+        COUNT_BLOCK_ALL=counted[1], COUNT_BLOCK_MESSAGES=counted[2],
+        POLL_WIDTH=experts if cached else look, SOURCE=source,
         WORD_POINTER=tl.pointer_type(word), ROW_WORDS=nbytes // word_bytes, BLOCK_SIZE=block,
         INPUT_DTYPE=TRITON_DTYPES.get(input_dtype, tl.uint8), ROW_DTYPE=payload, ROW_POINTER=tl.pointer_type(payload),
         HIDDEN_SIZE=hidden, ENCODE_FN=codec.encode if codec else None, HAS_INPUT_SCALE=input_scale,
@@ -319,7 +306,7 @@ def dispatch_spec(
         SCALES_LATER=later and layout in (TRANSPOSED, TILES) and many and cfg.layout != "masked",
         ROW_ALIGNMENT=cfg.row_alignment, MASKED=cfg.layout == "masked", IN_PLACE=cfg.zero_copy, HAS_WEIGHTS=weights,
         GLOBAL_IDS=cfg.global_ids, CACHED_ROUTING=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
-        WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]), ROWS_PER_MESSAGE=rows,
+        WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         ROWS_PER_MESSAGE_POW2=power(rows), TOKENS_PER_BATCH=batch, MAX_TOKENS_ALONE=alone, MAX_SENDERS=MAX_SENDERS,
         SENDERS_PER_STEP=min(MAX_SENDERS, power(max(1, (8192 if workspace.senders_count_pairs else 4096) //
         workspace.block_counts_width))), MESSAGE_BYTES=workspace.message_bytes,
@@ -327,19 +314,12 @@ def dispatch_spec(
         NUM_GROUPS_POW2=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
         BLOCK_COUNT_WORDS=workspace.block_counts_width, SENDERS_COUNT_PAIRS=workspace.senders_count_pairs,
         COUNT_WORDS=regions["counts"].shape[1], COUNT_WORDS_POW2=power(regions["counts"].shape[1]),
-        ROW_TABLE=workspace.row_table, OFFSET_ROW_TABLE=regions["row_table"].offset if workspace.row_table else 0,
-        OFFSET_BLOCK_COUNTS_FLAG=regions["block_counts_flag"].offset,
-        OFFSET_BLOCK_COUNTS=regions["block_counts"].offset, OFFSET_MESSAGE_FLAG=regions["message_flag"].offset,
-        OFFSET_COUNTS=regions["counts"].offset, OFFSET_FIRSTS=regions["firsts"].offset,
-        OFFSET_MESSAGES=regions["messages"].offset, OFFSET_COUNTS_FLAG=inter("counts_flag"),
-        OFFSET_FIRSTS_FLAG=inter("firsts_flag"), OFFSET_STAGED_COUNTS=inter("staged_counts"),
-        OFFSET_STAGED_FIRSTS=inter("staged_firsts"), OFFSET_STAGED_MESSAGES=inter("staged_messages"),
-        **relay_constants(workspace, device, max_block),
+        ROW_TABLE=workspace.row_table,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class CombineSpec(CommonSpec):
+class CombineSpec(CommonSpec, regions=_COMBINE_REGIONS):
     """Launch constants of combine: how rows travel home, and what becomes of them.
 
     Attributes:
@@ -389,23 +369,11 @@ class CombineSpec(CommonSpec):
     EPILOGUE: str
     HOOK: Any
     ROW_BYTES: int
-    OFFSET_COMBINE_HEAD: int
-    OFFSET_COMBINE_FLAG: int
-    OFFSET_COMBINE_STATUS: int
-    OFFSET_COMBINE_KEPT: int
-    OFFSET_ROWS: int
     LAMPORT_TOKENS: int
     LAMPORT_RANKS: int
-    OFFSET_LAMPORT_SLOTS: int
     EVICTION: str
     KEPT_BYTES: int
     STAGED_BY_ROW: bool
-    OFFSET_ROW_FLAG: int
-    OFFSET_INTER_NODE_KEPT: int
-    OFFSET_STAGED_STATUS: int
-    OFFSET_STAGED_KEPT: int
-    OFFSET_STAGED_ROWS: int
-    OFFSET_NODE_ROWS: int
     COLLECTORS: int
     OWN_ROWS_STAY: int
 
@@ -429,7 +397,7 @@ def combine_spec(
     ``row_weights``: dispatch's output has weights. ``home_weights``: the home rank has weights. ``raw_sums``: the
     result is the sum before rounding. ``tells_weighed``: ranks tell whether they multiply by row weights.
     """
-    cfg, regions, inter = workspace.config, workspace.regions, partial(inter_node_offset, workspace)
+    cfg, regions = workspace.config, workspace.regions
     rank_layout, local = cfg.layout == "rank", cfg.mode == "allreduce"
     sums = (cfg.pre_reduce or local) and reduce
     by_row = sums and row_weights and not rank_layout
@@ -441,7 +409,8 @@ def combine_spec(
     least = threads_of(device) * 4 // cfg.combine_dtype.itemsize if most_small else 1
     copies = 1 if workspace.inter_node_ranks and cfg.pre_reduce else regions["rows"].shape[0]  # one a token if staged
     return CombineSpec(
-        **common(workspace, device), HIDDEN_SIZE=cfg.hidden_size, PARTS_PER_ROW=workspace.combine_parts,
+        **common(workspace, device), **CombineSpec.offsets(regions), HIDDEN_SIZE=cfg.hidden_size,
+        PARTS_PER_ROW=workspace.combine_parts,
         PARTS_POW2=triton.next_power_of_2(workspace.combine_parts), REDUCES=reduce,
         BLOCK_SIZE=min(max(triton.next_power_of_2(cfg.hidden_size), least), workspace.combine_block),
         SENDS_SUMS=sums, OPTIONS=combine_options(sums, by_row and tells_weighed), HAS_ROW_WEIGHTS=by_row,
@@ -453,15 +422,8 @@ def combine_spec(
         ROW_SCALE_POINTER=tl.pointer_type(tl.float32 if codec and codec.SCALE_BYTES == 4 else tl.uint8),
         SUM_DTYPE=TRITON_DTYPES[cfg.accumulate_dtype],
         OUT_DTYPE=TRITON_DTYPES[cfg.accumulate_dtype] if raw_sums else dtype, EPILOGUE=epilogue, HOOK=hook,
-        ROW_BYTES=workspace.row_bytes, OFFSET_COMBINE_HEAD=regions["combine_head"].offset,
-        OFFSET_COMBINE_FLAG=regions["combine_flag"].offset, OFFSET_COMBINE_STATUS=regions["combine_status"].offset,
-        OFFSET_COMBINE_KEPT=regions["combine_kept"].offset, OFFSET_ROWS=regions["rows"].offset,
-        LAMPORT_TOKENS=most_small, LAMPORT_RANKS=workspace.lamport_ranks,
-        OFFSET_LAMPORT_SLOTS=regions["lamport_slots"].offset if most_small else 0,
+        ROW_BYTES=workspace.row_bytes, LAMPORT_TOKENS=most_small, LAMPORT_RANKS=workspace.lamport_ranks,
         EVICTION="evict_first" if cfg.max_tokens_per_rank <= MANY_TOKENS else "",
         KEPT_BYTES=0 if workspace.two_level or not workspace.inter_node_ranks else regions["inter_node_kept"].shape[2],
-        STAGED_BY_ROW=not cfg.pre_reduce, OFFSET_ROW_FLAG=inter("row_flag"),
-        OFFSET_INTER_NODE_KEPT=inter("inter_node_kept"), OFFSET_STAGED_STATUS=inter("staged_status"),
-        OFFSET_STAGED_KEPT=inter("staged_kept"), OFFSET_STAGED_ROWS=inter("staged_rows"),
-        OFFSET_NODE_ROWS=inter("node_rows"), COLLECTORS=relaying_ctas(workspace, device), OWN_ROWS_STAY=0,
+        STAGED_BY_ROW=not cfg.pre_reduce, COLLECTORS=relaying_ctas(workspace, device), OWN_ROWS_STAY=0,
     )  # fmt: skip

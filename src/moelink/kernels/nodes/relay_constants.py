@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from moelink.kernels.launch.cache_keys import Constants
+from moelink.kernels.launch.cache_keys import OFFSET, Constants
 from moelink.kernels.launch.grid import relaying_ctas
 from moelink.memory.workspace import Workspace
 
@@ -16,7 +16,7 @@ _MOST_MARKED = 4096
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class RelayConstants(Constants):
+class RelayConstants(Constants, regions=_REGIONS):
     """What dispatch needs for relays; zeros with one level.
 
     Attributes:
@@ -34,18 +34,12 @@ class RelayConstants(Constants):
     FORWARDERS: int
     FORWARD_BLOCK: int
     FORWARD_TAIL: int
-    OFFSET_MARKS_FLAG: int
-    OFFSET_MARKS: int
-    OFFSET_RELAY_FLAG: int
-    OFFSET_RELAYS: int
-    OFFSET_STAGED_MARKS: int
-    OFFSET_STAGED_RELAYS: int
 
 
 def relay_constants(workspace: Workspace, device: torch.device, max_block: int) -> dict[str, int]:
-    """Return the fields of :class:`RelayConstants`. At most ``max_block`` words are copied at a time."""
+    """Return the fields of :class:`RelayConstants` but offsets. At most ``max_block`` words are copied at a time."""
     if not workspace.two_level:
-        return dict.fromkeys(RelayConstants.__dataclass_fields__, 0)
+        return {name: 0 for name in RelayConstants.__dataclass_fields__ if not name.startswith(OFFSET)}
     regions, relay, power = workspace.regions, workspace.relay, triton.next_power_of_2
     config, tokens = workspace.config, max(1, workspace.config.max_tokens_per_rank)
     head, tail = relay["ids"].offset // 4, (relay["experts"].offset - relay["positions"].offset) // 4
@@ -55,11 +49,4 @@ def relay_constants(workspace: Workspace, device: torch.device, max_block: int) 
         "RELAY_SLOTS": relay["slots"].offset, "MARKS_BYTES": regions["marks"].shape[1],
         "MARKED_AT_ONCE": 4 if device.type == "cpu" else marked, "FORWARDERS": relaying_ctas(workspace, device),
         "FORWARD_BLOCK": min(power(head), max_block), "FORWARD_TAIL": power(tail),
-        **{f"OFFSET_{name.upper()}": regions[name].offset for name in _REGIONS},
     }  # fmt: skip
-
-
-def inter_node_offset(workspace: Workspace, name: str) -> int:
-    """Return the offset of a region that exists between nodes only, or only with one or two levels there; where it does
-    not, 0, which no kernel uses."""
-    return next((region.offset for region in workspace.regions if region.name == name), 0)

@@ -16,7 +16,7 @@ poll once      a volatile load, which no cache answers: for words whose value is
                (``kernels.sync.ll_words``, ``kernels.sync.lamport_slots``), or after which there are only stores
                (``kernels.sync.credit``). Every warp may load for itself, at another moment, so a CTA must make the
                result ``block_uniform`` before it acts on it.
-               Code that uses the *value* that it polled polls blocks of S.MAX_THREADS elements or more: of a smaller
+               Code that uses the *value* that it polled polls blocks of a word or more for each thread: of a smaller
                block warps hold copies, Triton may load it twice, and only some of these copies are checked
 arrive         ``atomic_add(done, 1, acq_rel, gpu)`` of every CTA of a role; the last one acts for all of them:
                what the others did happens before its own signals (a release is cumulative, and these CTAs share
