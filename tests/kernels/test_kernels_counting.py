@@ -46,7 +46,7 @@ def test_device_expert_map_equals_the_table(num_experts, world_size):
 @triton.jit
 def _tally(ids, pairs, messages, S: tl.constexpr):
     numbers = DispatchNumbers(0, 0, 0, 0, 2, 2, 1, 1, 0, 0, 0, 0, 2, 0, 0, 0, 1)
-    p, m, invalid = routes.count_block(ids, 0, 2, 0, numbers, 1, S)
+    p, m, invalid = routes.count_tokens(ids, 0, 2, 0, numbers, 1, True, S)
     tl.store(pairs + tl.arange(0, 4), p)
     tl.store(messages + tl.arange(0, 2), m)
     tl.store(messages + 2, invalid)
@@ -78,7 +78,7 @@ def test_tally_counts_pairs_and_messages():
 @triton.jit
 def _tally_all(ids, pairs, messages, end, S: tl.constexpr):
     numbers = DispatchNumbers(0, 0, 0, 0, 2, 2, 1, 1, 1, 2, 0, 0, 2, 0, 0, 0, 1)
-    p, m, invalid = routes.count_all(ids, end, 1, numbers, 2, S)
+    p, m, invalid = routes.count_tokens(ids, 0, end, 1, numbers, 2, True, S)
     tl.store(pairs + tl.arange(0, 4), p)
     tl.store(messages + tl.arange(0, S.WORLD_SIZE_POW2), m, mask=tl.arange(0, S.WORLD_SIZE_POW2) < 2)
     tl.store(messages + 2, invalid)
@@ -101,38 +101,42 @@ def test_counting_all_tokens_is_the_tally_of_all(ranks, shared):
 
 
 @triton.jit
-def _messages(ids, messages, begin, end, S: tl.constexpr):
+def _messages(ids, messages, begin, end, BLOCK: tl.constexpr, S: tl.constexpr):
     numbers = DispatchNumbers(0, 0, 0, 0, 2, 2, 1, 1, 0, 0, 0, 0, 2, 0, 0, 0, 1)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    tl.store(messages + r, routes.count_messages(ids, begin, end, 0, numbers, 2, S), mask=r < 2)
+    _, m, _ = routes.count_tokens(ids, begin, end, 0, numbers, BLOCK, False, S)
+    tl.store(messages + r, m, mask=r < 2)
 
 
-@pytest.mark.parametrize("ranks", [2, 64])
-def test_messages_are_counted_without_pairs(ranks):
+@pytest.mark.parametrize("ranks, block", [(2, 2), (64, 2), (2, 16)])
+def test_messages_are_counted_without_pairs(ranks, block):
+    """Of few tokens at a time ranks are looked for one by one, of many with a bit for each."""
     spec = SimpleNamespace(
         ALLREDUCE=False, FUSED_SHARED_EXPERT=0, EXPERTS_PER_RANK=2, EXTRA_EXPERTS=0, NUM_EXPERTS=4, TOPK=2, TOPK_POW2=2,
         WORLD_SIZE=ranks, WORLD_SIZE_POW2=ranks,
     )  # fmt: skip
     messages, ids = torch.zeros(2, dtype=torch.int32), torch.tensor([[0, 3], [1, 0], [-1, 9], [2, 3]])
     for begin, end, expected in ((0, 2, [2, 1]), (0, 4, [2, 2]), (1, 3, [1, 0]), (2, 2, [0, 0])):
-        _messages[(1,)](ids, messages, begin, end, S=spec)
+        _messages[(1,)](ids, messages, begin, end, BLOCK=block, S=spec)
         assert messages.tolist() == expected
 
 
 @triton.jit
-def _own_messages(ids, messages, S: tl.constexpr):
+def _own_messages(ids, messages, BLOCK: tl.constexpr, S: tl.constexpr):
     numbers = DispatchNumbers(0, 0, 0, 0, 2, 2, 1, 1, 2, 3, 0, 0, 2, 0, 0, 0, 1)
-    tl.store(messages + tl.arange(0, 2), routes.count_messages(ids, 0, 4, 1, numbers, 2, S))
+    _, m, _ = routes.count_tokens(ids, 0, 4, 1, numbers, BLOCK, False, S)
+    tl.store(messages + tl.arange(0, 2), m)
 
 
-def test_own_tokens_of_the_shared_expert_are_messages():
+@pytest.mark.parametrize("block", [2, 16])
+def test_own_tokens_of_the_shared_expert_are_messages(block):
     """Rank 1's token 2 is its own shared expert's, whatever its ids."""
     spec = SimpleNamespace(
         ALLREDUCE=False, FUSED_SHARED_EXPERT=1, EXPERTS_PER_RANK=2, EXTRA_EXPERTS=0, NUM_EXPERTS=4, TOPK=2, TOPK_POW2=2,
         WORLD_SIZE=2, WORLD_SIZE_POW2=2,
     )  # fmt: skip
     messages = torch.zeros(2, dtype=torch.int32)
-    _own_messages[(1,)](torch.tensor([[0, 1], [1, 0], [-1, 0], [2, 3]]), messages, S=spec)
+    _own_messages[(1,)](torch.tensor([[0, 1], [1, 0], [-1, 0], [2, 3]]), messages, BLOCK=block, S=spec)
     assert messages.tolist() == [3, 2]
 
 

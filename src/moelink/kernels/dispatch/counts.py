@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.route import (
-    count_all,
-    count_messages,
+    count_tokens,
     first_of,
     note_invalid,
     owner_of,
@@ -96,10 +95,11 @@ def count_every_token(ctx, ids, numbers, S: tl.constexpr):
 
     A call that failed before this notes none.
     """
-    if numbers.num_tokens <= S.COUNT_BLOCK:
-        pairs, messages, invalid = count_all(ids, numbers.num_tokens, ctx.me, numbers, S.COUNT_BLOCK, S)
+    tokens = numbers.num_tokens
+    if tokens <= S.COUNT_BLOCK:
+        pairs, messages, invalid = count_tokens(ids, 0, tokens, ctx.me, numbers, S.COUNT_BLOCK, True, S)
     else:
-        pairs, messages, invalid = count_all(ids, numbers.num_tokens, ctx.me, numbers, S.COUNT_BLOCK_ALL, S)
+        pairs, messages, invalid = count_tokens(ids, 0, tokens, ctx.me, numbers, S.COUNT_BLOCK_ALL, True, S)
     note_invalid(ctx, invalid)
     return pairs, messages
 
@@ -120,8 +120,9 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr
         if S.SENDERS_COUNT_PAIRS:
             pairs, messages = count_every_token(ctx, ids, numbers, S)
         else:
-            pairs = tl.zeros([1], tl.int32)
-            messages = count_messages(ids, 0, numbers.num_tokens, ctx.me, numbers, S.COUNT_BLOCK_MESSAGES, S)
+            pairs, messages, _ = count_tokens(
+                ids, 0, numbers.num_tokens, ctx.me, numbers, S.COUNT_BLOCK_ALONE, False, S
+            )
     else:
         ok, pairs, messages = sum_block_counts(ctx, mine, movers, S)
     stamp_after(ctx, COUNTED, messages, S)

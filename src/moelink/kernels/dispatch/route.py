@@ -15,7 +15,7 @@ Example: 3 CTAs with messages [2, 1], [0, 3], [1, 1] for two ranks: CTA 2 starts
 are [0, 2, 2, 3] to rank 0 and [0, 1, 4, 5] to rank 1.
 
 In layout "rank" on one node (not S.SENDERS_COUNT_PAIRS) a row goes where its slot says. So a sender needs no positions
-of pairs and counts messages alone (:func:`count_messages`). Its block counts are then a word for each rank, in which
+of pairs and counts messages alone. Its block counts are then a word for each rank, in which
 the number of the call stands above the count, as in an LL word. They need no flag, no release and no acquire, because a
 reader learns nothing else from them. A row that no CTA has written for long still names the call that wrote it: the
 word has the lower 40 bits of the call number.
@@ -36,6 +36,9 @@ from moelink.kernels.sync.signals import (
     wait_all,
 )
 from moelink.memory.protocol import INVALID_IDS, PHASE_DISPATCH
+
+_FEW = tl.constexpr(8)
+"""Tokens of which a rank is looked for in every slot: at least those of a batch."""
 
 
 @triton.jit
@@ -69,19 +72,32 @@ def experts_at(ids, offsets, mask, S: tl.constexpr):
 
 
 @triton.jit
-def ranks_of(owner, t, end, me, shared_begin, shared_end, S: tl.constexpr):
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def ranks_of(owner, t, end, me, numbers, S: tl.constexpr):
     """Return the ranks [N, ranks] that tokens ``t`` [N] go to, as 0 or 1, by the ``owner`` [N, slots] of their experts.
 
-    Only tokens ``t`` < ``end`` count.
+    Only tokens ``t`` < ``end`` count. Of many tokens it sets a bit for each rank, which takes the same time for two
+    ranks as for eight, as long as the bits fit an integer.
 
     Example: owners [[0, 1], [0, 0], [-1, -1]] of two ranks: [[1, 1], [1, 0], [0, 0]].
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    present = tl.max((owner[:, :, None] == r[None, None, :]).to(tl.int32), 1)
-    if S.FUSED_SHARED_EXPERT:
-        own = (t >= shared_begin) & (t < tl.minimum(shared_end, end))
-        present = tl.maximum(present, (own[:, None] & (r[None, :] == me)).to(tl.int32))
-    return present
+    if S.WORLD_SIZE <= 32 and owner.shape[0] > _FEW:
+        bits = tl.reduce(tl.where(owner >= 0, 1 << owner, 0), 1, _either)
+        if S.FUSED_SHARED_EXPERT:
+            own = (t >= numbers.shared_begin) & (t < tl.minimum(numbers.shared_end, end))
+            bits |= own.to(tl.int32) << me
+        return (bits[:, None] >> r[None, :]) & 1
+    else:
+        present = tl.max((owner[:, :, None] == r[None, None, :]).to(tl.int32), 1)
+        if S.FUSED_SHARED_EXPERT:
+            own = (t >= numbers.shared_begin) & (t < tl.minimum(numbers.shared_end, end))
+            present = tl.maximum(present, (own[:, None] & (r[None, :] == me)).to(tl.int32))
+        return present
 
 
 @triton.jit
@@ -105,27 +121,6 @@ def sums_before(counts, SCAN: tl.constexpr):
 
 
 @triton.jit
-def _either(a, b):
-    return a | b
-
-
-@triton.jit
-def _many_ranks_of(owner, t, end, me, shared_begin, shared_end, S: tl.constexpr):
-    """Do the same as :func:`ranks_of` for many tokens, with a bit for each rank.
-
-    Up to 32 ranks it takes the same time for two ranks as for eight; beyond, the bits do not fit an integer.
-    """
-    if S.WORLD_SIZE <= 32:
-        bits = tl.reduce(tl.where(owner >= 0, 1 << owner, 0), 1, _either)
-        if S.FUSED_SHARED_EXPERT:
-            own = (t >= shared_begin) & (t < tl.minimum(shared_end, end))
-            bits |= own.to(tl.int32) << me
-        return (bits[:, None] >> tl.arange(0, S.WORLD_SIZE_POW2)[None, :]) & 1
-    else:
-        return ranks_of(owner, t, end, me, shared_begin, shared_end, S)
-
-
-@triton.jit
 def count_pairs(expert, owner, N: tl.constexpr, S: tl.constexpr):
     """Count the pairs per expert [experts] among N slots, of ``expert`` and ``owner`` of any shape. A pair whose owner
     is -1 is not counted.
@@ -146,75 +141,39 @@ def _ids_at(ids, t, end, S: tl.constexpr):
 
 
 @triton.jit
-def count_block(ids, begin, end, me, numbers, BLOCK: tl.constexpr, S: tl.constexpr):
-    """Count what tokens [begin, end) need: pairs per expert [experts], messages per rank [ranks], and ids outside [-1,
-    E).
-
-    It counts ``BLOCK`` tokens at a time.
-
-    Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]]: pairs [2, 1, 0, 1, 0...], messages [2, 1].
-    """
-    t = tl.arange(0, BLOCK)
-    pairs = tl.zeros([S.NUM_EXPERTS_POW2], tl.int32)
-    messages = tl.zeros([BLOCK, S.WORLD_SIZE_POW2], tl.int32)
-    invalid = tl.zeros([BLOCK], tl.int32)
-    raw = _ids_at(ids, begin + t, end, S)
-    for t0 in range(begin, end, BLOCK):
-        following = _ids_at(ids, t0 + BLOCK + t, end, S)
-        expert = tl.where((raw >= 0) & (raw < S.NUM_EXPERTS), raw, -1).to(tl.int32)
-        owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
-        pairs += count_pairs(expert, owner, BLOCK * S.TOPK_POW2, S)
-        messages += ranks_of(owner, t0 + t, end, me, numbers.shared_begin, numbers.shared_end, S)
-        invalid += tl.sum(((raw < -1) | (raw >= S.NUM_EXPERTS)).to(tl.int32), 1)
-        raw = following
-    return pairs, tl.sum(messages, 0), tl.sum(invalid, 0)
-
-
-@triton.jit
-def count_messages(ids, begin, end, me, numbers, BLOCK: tl.constexpr, S: tl.constexpr):
-    """Count the messages per rank [ranks] of tokens [begin, end), ``BLOCK`` tokens at a time.
-
-    Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]]: [2, 1].
-    """
-    t = tl.arange(0, BLOCK)
-    messages = tl.zeros([BLOCK, S.WORLD_SIZE_POW2], tl.int32)
-    for t0 in range(begin, end, BLOCK):
-        raw = _ids_at(ids, t0 + t, end, S)
-        expert = tl.where((raw >= 0) & (raw < S.NUM_EXPERTS), raw, -1).to(tl.int32)
-        owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
-        messages += _many_ranks_of(owner, t0 + t, end, me, numbers.shared_begin, numbers.shared_end, S)
-    return tl.sum(messages, 0)
-
-
-@triton.jit
-def count_all(ids, end, me, numbers, BLOCK: tl.constexpr, S: tl.constexpr):
-    """Count all tokens [0, end) as :func:`count_block` does, for a CTA that counts tokens of other CTAs.
-
-    It takes ids in one row, because rearranging them takes longer than counting. In a sender, which counts only its own
-    tokens, the form of :func:`count_block` is faster.
-
-    Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]]: pairs [2, 1, 0, 1, 0...], messages [2, 1].
-    """
+def _ids_in_a_row(ids, t0, end, BLOCK: tl.constexpr, S: tl.constexpr):
+    """Load the ids of ``BLOCK`` tokens from ``t0`` as :func:`_ids_at` does, in one row: [BLOCK x slots]."""
     i = tl.arange(0, BLOCK * S.TOPK_POW2)
+    token, k = t0 + i // S.TOPK_POW2, i % S.TOPK_POW2
+    return tl.load(ids + token * S.TOPK + k, mask=(token < end) & (k < S.TOPK), other=-1).to(tl.int64)
+
+
+@triton.jit
+def count_tokens(ids, begin, end, me, numbers, BLOCK: tl.constexpr, PAIRS: tl.constexpr, S: tl.constexpr):
+    """Count what tokens [begin, end) need, ``BLOCK`` tokens at a time: pairs per expert [experts], messages per rank
+    [ranks], and ids outside [-1, E). Without PAIRS count messages alone; the others are zeros [1].
+
+    For a histogram it takes ids in one row, because rearranging them takes longer than counting.
+
+    Example: E = 4 on 2 ranks, ids [[0, 3], [1, 0]]: pairs [2, 1, 0, 1, 0...], messages [2, 1].
+    """
     t = tl.arange(0, BLOCK)
-    pairs = tl.zeros([S.NUM_EXPERTS_POW2], tl.int32)
-    nowhere = tl.zeros([BLOCK * S.TOPK_POW2], tl.int32)
-    invalid = tl.zeros([BLOCK * S.TOPK_POW2], tl.int32)
+    pairs = tl.zeros([S.NUM_EXPERTS_POW2 if PAIRS else 1], tl.int32)
+    nowhere = tl.zeros([BLOCK * S.TOPK_POW2 if PAIRS else 1], tl.int32)
+    invalid = nowhere
     messages = tl.zeros([BLOCK, S.WORLD_SIZE_POW2], tl.int32)
-    for t0 in range(0, end, BLOCK):
-        token, k = t0 + i // S.TOPK_POW2, i % S.TOPK_POW2
-        raw = tl.load(ids + token * S.TOPK + k, mask=(token < end) & (k < S.TOPK), other=-1).to(tl.int64)
+    for t0 in range(begin, end, BLOCK):
+        raw = _ids_in_a_row(ids, t0, end, BLOCK, S) if PAIRS else _ids_at(ids, t0 + t, end, S)
         expert = tl.where((raw >= 0) & (raw < S.NUM_EXPERTS), raw, -1).to(tl.int32)
         owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
-        pairs += tl.histogram(tl.where(owner >= 0, expert, 0), S.NUM_EXPERTS_POW2)
-        nowhere += (owner < 0).to(tl.int32)
-        invalid += ((raw < -1) | (raw >= S.NUM_EXPERTS)).to(tl.int32)
-        goes = _many_ranks_of(
-            tl.reshape(owner, (BLOCK, S.TOPK_POW2)), t0 + t, end, me, numbers.shared_begin, numbers.shared_end, S
-        )
-        messages += goes
+        if PAIRS:
+            pairs += tl.histogram(tl.where(owner >= 0, expert, 0), S.NUM_EXPERTS_POW2)
+            nowhere += (owner < 0).to(tl.int32)
+            invalid += ((raw < -1) | (raw >= S.NUM_EXPERTS)).to(tl.int32)
+            owner = tl.reshape(owner, (BLOCK, S.TOPK_POW2))
+        messages += ranks_of(owner, t0 + t, end, me, numbers, S)
     # The histogram has no mask (see count_pairs): pairs without an owner were counted as expert 0.
-    pairs -= tl.where(tl.arange(0, S.NUM_EXPERTS_POW2) == 0, tl.sum(nowhere, 0), 0)
+    pairs -= tl.where(tl.arange(0, pairs.shape[0]) == 0, tl.sum(nowhere, 0), 0)
     return pairs, tl.sum(messages, 0), tl.sum(invalid, 0)
 
 
@@ -237,7 +196,7 @@ def count_before(ids, token, expert, me, numbers, S: tl.constexpr):
         other = tl.where((raw >= 0) & (raw < S.NUM_EXPERTS), raw, -1).to(tl.int32)
         same += (tl.reshape(other, (N * S.TOPK_POW2,))[:, None] == expert[None, :]).to(tl.int32)
         owner = owner_of(other, numbers.first_expert, numbers.num_local_experts, S)
-        messages += _many_ranks_of(owner, t0 + t, token, me, numbers.shared_begin, numbers.shared_end, S)
+        messages += ranks_of(owner, t0 + t, token, me, numbers, S)
     twice = (expert[None, :] == expert[:, None]) & (k[None, :] < k[:, None])
     before = tl.sum(same, 0) + tl.sum(twice.to(tl.int32), 1)
     return tl.where(expert >= 0, before, 0), tl.sum(messages, 0)
@@ -253,7 +212,7 @@ def routes_of(ids, token, k, end, me, numbers, S: tl.constexpr):
     inside = (token < end)[:, None] & (k < S.TOPK)[None, :]
     expert = experts_at(ids, token[:, None] * S.TOPK + k[None, :], inside, S)
     owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
-    return expert, owner, ranks_of(owner, token, end, me, numbers.shared_begin, numbers.shared_end, S)
+    return expert, owner, ranks_of(owner, token, end, me, numbers, S)
 
 
 @triton.jit
@@ -300,12 +259,11 @@ def message_words(mine, p, r, S: tl.constexpr):
 @triton.jit
 def count_own_block(ctx, mine, ids, begin, end, numbers, program, S: tl.constexpr):
     """Count tokens [begin, end) of CTA ``program`` and publish its block counts."""
+    pairs, sent, invalid = count_tokens(ids, begin, end, ctx.me, numbers, S.COUNT_BLOCK, S.SENDERS_COUNT_PAIRS, S)
     if S.SENDERS_COUNT_PAIRS:
-        pairs, sent, invalid = count_block(ids, begin, end, ctx.me, numbers, S.COUNT_BLOCK, S)
         publish_block_counts(mine, program, pairs, sent, ctx.call, S)
         note_invalid(ctx, invalid)
     else:
-        sent = count_messages(ids, begin, end, ctx.me, numbers, S.COUNT_BLOCK, S)
         words = message_words(mine, program, tl.arange(0, S.WORLD_SIZE_POW2), S)
         tl.atomic_xchg(words, (ctx.call << 24) | sent.to(tl.int64), sem="relaxed", scope="gpu")
 

@@ -62,11 +62,10 @@ import triton.language as tl
 from moelink.kernels.dispatch.counts import send_counts
 from moelink.kernels.dispatch.pieces import load_piece, ready_scales, store_piece, store_ready_scales
 from moelink.kernels.dispatch.route import (
-    count_all,
     count_before,
-    count_messages,
     count_own_block,
     count_pairs,
+    count_tokens,
     experts_at,
     first_of,
     owner_of,
@@ -228,10 +227,10 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
         earlier, sent = count_before(inputs.topk_ids, t, expert, ctx.me, numbers, S)
         position = earlier[None, :]
     else:
-        sent = count_messages(inputs.topk_ids, 0, t, ctx.me, numbers, S.COUNT_BLOCK_MESSAGES, S)
+        _, sent, _ = count_tokens(inputs.topk_ids, 0, t, ctx.me, numbers, S.COUNT_BLOCK_ALONE, False, S)
     stamp_after(ctx, COUNTED, sent, S)
 
-    goes = ranks_of(owner[None, :], token, numbers.num_tokens, ctx.me, numbers.shared_begin, numbers.shared_end, S)
+    goes = ranks_of(owner[None, :], token, numbers.num_tokens, ctx.me, numbers, S)
     slot = sent[None, :]
     served = ((r < S.WORLD_SIZE) & (column_of(r, ctx.me, S) % numbers.split == program % numbers.split))[None, :]
     own = (goes > 0) & served
@@ -253,17 +252,6 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
         store_ready_scales(scales, to, ctx.me, S)
         publish_messages(ctx, base, mine, own, slot, token, S)
     return ok
-
-
-@triton.jit
-def count_alone(ids, end, me, numbers, S: tl.constexpr):
-    """Count the pairs [experts] and messages [ranks] of tokens [0, ``end``). Where no pairs are counted they are [1], a
-    zero."""
-    if S.SENDERS_COUNT_PAIRS:
-        pairs, sent, _ = count_all(ids, end, me, numbers, S.COUNT_BLOCK_ALL, S)
-        return pairs, sent
-    else:
-        return tl.zeros([1], tl.int32), count_messages(ids, 0, end, me, numbers, S.COUNT_BLOCK_MESSAGES, S)
 
 
 @triton.jit
@@ -289,7 +277,9 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     if S.MAX_TOKENS_ALONE > 0:
         if numbers.num_tokens <= S.MAX_TOKENS_ALONE:
             ok = tl.full([], 1, tl.int32)
-            pairs, sent = count_alone(inputs.topk_ids, begin, ctx.me, numbers, S)
+            pairs, sent, _ = count_tokens(
+                inputs.topk_ids, 0, begin, ctx.me, numbers, S.COUNT_BLOCK_ALONE, S.SENDERS_COUNT_PAIRS, S
+            )
         else:
             ok, pairs, sent = share_block_counts(ctx, mine, inputs.topk_ids, begin, end, numbers, program, S)
     else:

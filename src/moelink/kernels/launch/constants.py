@@ -133,7 +133,7 @@ class DispatchSpec(CommonSpec, RelayConstants, regions=_DISPATCH_REGIONS):
         NUM_EXPERTS_POW2: bins of a histogram of experts. MAX_LOCAL_EXPERTS: most experts of a rank. RANK_LAYOUT: layout
             "rank".
         COUNT_BLOCK: tokens that a CTA counts at a time, of its own. COUNT_BLOCK_ALL: the same where it also counts
-            tokens of other CTAs. COUNT_BLOCK_MESSAGES: the same where it counts messages alone.
+            tokens of other CTAs. COUNT_BLOCK_ALONE: the same in a sender that counts alone.
         SOURCE: COPY rows unchanged (already quantised, or already of the payload dtype), CONVERT them to another float
             dtype, or ENCODE them with the format's device functions.
         WORD_POINTER, ROW_WORDS, BLOCK_SIZE: rows are moved in words: pointer type, words of a row, words at a time.
@@ -169,7 +169,7 @@ class DispatchSpec(CommonSpec, RelayConstants, regions=_DISPATCH_REGIONS):
     RANK_LAYOUT: bool
     COUNT_BLOCK: int
     COUNT_BLOCK_ALL: int
-    COUNT_BLOCK_MESSAGES: int
+    COUNT_BLOCK_ALONE: int
     SOURCE: int
     WORD_POINTER: Any
     ROW_WORDS: int
@@ -268,11 +268,12 @@ def dispatch_spec(
     most = cfg.max_tokens_per_rank
     if device.type == "cpu":
         many = most > 4
-        batch, gather, alone, counted = 2, 2, 3 if many else 0, (2, 16, 4)
+        batch, gather, alone, counted = 2, 2, 3 if many else 0, (2, 16, 16 if workspace.senders_count_pairs else 4)
     else:
         per_token = power(cfg.topk)
         every = min(max(1, 1024 // per_token), power(max(1, most)))
-        counted = max(1, 256 // per_token), every, message_block(cfg, workspace.world_size)
+        messages = message_block(cfg, workspace.world_size)
+        counted = max(1, 256 // per_token), every, every if workspace.senders_count_pairs else messages
         many = most > MANY_TOKENS
         batch = min(8 if cfg.zero_copy and not many else 4, power(max(1, most // 128)))
         gather, alone = 4 if many else 1, 0 if many else COUNTED_ALONE
@@ -291,7 +292,7 @@ def dispatch_spec(
         **common(workspace, device), **relay_constants(workspace, device, max_block), **DispatchSpec.offsets(regions),
         NUM_EXPERTS_POW2=max(2, power(cfg.num_experts)), MAX_LOCAL_EXPERTS=workspace.max_local_experts,
         MAX_LOCAL_EXPERTS_POW2=experts, RANK_LAYOUT=cfg.layout == "rank", COUNT_BLOCK=counted[0],
-        COUNT_BLOCK_ALL=counted[1], COUNT_BLOCK_MESSAGES=counted[2],
+        COUNT_BLOCK_ALL=counted[1], COUNT_BLOCK_ALONE=counted[2],
         POLL_WIDTH=experts if cached else look, SOURCE=source,
         WORD_POINTER=tl.pointer_type(word), ROW_WORDS=nbytes // word_bytes, BLOCK_SIZE=block,
         INPUT_DTYPE=TRITON_DTYPES.get(input_dtype, tl.uint8), ROW_DTYPE=payload, ROW_POINTER=tl.pointer_type(payload),
