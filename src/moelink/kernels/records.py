@@ -167,6 +167,32 @@ class DispatchNumbers(NamedTuple):
     programs: Any
 
 
+class Batch(NamedTuple):
+    """Tokens whose messages a CTA sends together.
+
+    Attributes:
+        token: [N].
+        expert, owner, position: [N, slots] int32; anything if they do not travel.
+        own: [N, ranks], whether the CTA sends the token there. slot: [N, ranks], the message's slot.
+    """
+
+    token: Any
+    expert: Any
+    owner: Any
+    position: Any
+    own: Any
+    slot: Any
+
+
+class Run(NamedTuple):
+    """Which tokens a CTA sends: of this batch [begin, end); next ``behind``, and none from ``last`` on."""
+
+    begin: Any
+    end: Any
+    behind: Any
+    last: Any
+
+
 class Groups(NamedTuple):
     """Where the groups of a dispatch's output are, within a kernel.
 
@@ -196,7 +222,7 @@ class ReceiverSteps(NamedTuple):
         blame: notes one mismatched rank.
         prepare: writes the offsets, and waits for all else that unpacking needs.
         destination: says where the rows of a source go.
-        unpack: unpacks messages that have arrived.
+        by: the :class:`RowSource`.
     """
 
     wait: Any
@@ -205,14 +231,26 @@ class ReceiverSteps(NamedTuple):
     blame: Any
     prepare: Any
     destination: Any
-    unpack: Any
+    by: Any
 
 
-class PlannedSteps(NamedTuple):
-    """What the loop over messages needs of a role whose rows one CTA plans: fields of :class:`ReceiverSteps`."""
+class RowSource(NamedTuple):
+    """How a receiver knows the place of a row: by counts, by a table, or by the routing record of an earlier call.
 
-    destination: Any
-    unpack: Any
+    Attributes:
+        await_place: waits until it is known.
+        place_of: finds the rows of messages.
+    """
+
+    await_place: Any
+    place_of: Any
+
+
+class Lane(NamedTuple):
+    """The ``lane``-th of ``lanes`` shares."""
+
+    lane: Any
+    lanes: Any
 
 
 class Source(NamedTuple):
@@ -250,6 +288,15 @@ class Destination(NamedTuple):
     sizes: Any
     starts: Any
     bases: Any
+
+
+class Arrived(NamedTuple):
+    """Messages that have arrived: their ``source``, their numbers ``at`` [n] among those of all ranks, and which of
+    them are ``valid`` [n]."""
+
+    source: Any
+    at: Any
+    valid: Any
 
 
 class Header(NamedTuple):

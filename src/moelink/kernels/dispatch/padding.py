@@ -36,6 +36,18 @@ def who_pads(program, num_programs, most, num_local, S: tl.constexpr):
 
 
 @triton.jit
+def write_padding(outputs, messages, groups, numbers, pad, pads, S: tl.constexpr):
+    """Write the padding of all ``groups``, as one of ``pads`` CTAs. ``messages`` [ranks]: those that came, which only
+    layout "rank" needs."""
+    if S.RANK_LAYOUT:
+        fill_ids_of_no_rows(outputs.topk_ids, messages, numbers, pad, pads, S)
+    if S.ROW_ALIGNMENT > 1:
+        pad_rows(outputs, groups, numbers, pad, pads, S)
+    if S.PADS_TILES:
+        pad_tiles(outputs.scales, groups, numbers, pad, pads, S)
+
+
+@triton.jit
 def all_groups(groups, numbers, S: tl.constexpr):
     """Return start, real rows, rows and first scale block of all groups [N], the shared one first, within capacity.
 

@@ -30,7 +30,7 @@ Example: 2 local experts, counts from ranks 0 and 1 [[2, 1], [1, 0]], S.ROW_ALIG
 import triton
 import triton.language as tl
 
-from moelink.kernels.dispatch.padding import fill_ids_of_no_rows, pad_rows, pad_tiles, who_pads
+from moelink.kernels.dispatch.padding import fill_ids_of_no_rows, who_pads, write_padding
 from moelink.kernels.dispatch.row_offsets import (
     columns_of,
     group_starts,
@@ -41,10 +41,10 @@ from moelink.kernels.dispatch.row_offsets import (
     write_counted_offsets,
     write_nothing,
 )
-from moelink.kernels.dispatch.unpack import unpack_counted
+from moelink.kernels.dispatch.unpack import place_by_counts, place_is_known, unpack_group
 from moelink.kernels.nodes.internode import between_nodes_or
 from moelink.kernels.nodes.levels import after_relaying, forwarder_of
-from moelink.kernels.records import Destination, Groups, ReceiverSteps, Source
+from moelink.kernels.records import Arrived, Destination, Groups, Lane, ReceiverSteps, RowSource, Source
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.dependent_launch import allow_next_launch
 from moelink.kernels.sync.quiesce import awaits_counts, quiesce_dispatch, wait_for_inter_node
@@ -90,27 +90,27 @@ _OPTIONS = tl.constexpr(CODE_OPTIONS)
 
 
 @triton.jit
-def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, numbers, S: tl.constexpr):
-    """Wait for the ``lane``-th of ``lanes`` shares of the messages of ``source``, and unpack them.
+def unpack_messages(by, ctx, source, share, place, outputs, notes, numbers, S: tl.constexpr):
+    """Wait for a ``share`` of the messages of ``source``, and unpack them. ``by``, ``place``: as in
+    ``unpack.unpack_group``.
 
     A CTA follows S.MESSAGES_PER_STEP cursors, unpacks the messages that have arrived, and moves their cursors on. With
     S.IN_PLACE it waits at all of them.
 
-    All shares together have C = lanes x S.MESSAGES_PER_STEP cursors. With
-    ``programs`` = 0 (CTAs count alone, and over cached routing) messages arrive in any order, and each cursor takes
-    every C-th. Otherwise they come in columns, one for each sending CTA. Messages arrive in order inside a column;
-    columns do not wait for one another. With fewer columns than C several cursors share a column, and each takes every
-    ``shares``-th message of it. With more columns than cursors, a cursor takes its ``turns`` columns in turn. A column
-    has ``most`` messages at most.
+    All shares together have C = ``share.lanes`` x S.MESSAGES_PER_STEP cursors. With ``source.programs`` = 0 (CTAs count
+    alone, and over cached routing) messages arrive in any order, and each cursor takes every C-th. Otherwise they come
+    in columns, one for each sending CTA. Messages arrive in order inside a column; columns do not wait for one another.
+    With fewer columns than C several cursors share a column, and each takes every ``shares``-th message of it. With
+    more columns than cursors, a cursor takes its ``turns`` columns in turn. A column has ``most`` messages at most.
 
     Example: C = 4 and 2 columns of 3 messages: cursors 0, 1 take messages 0, 2 and 1 of column 0, cursors 2, 3 those of
     column 1. With 8 columns of 2 messages cursor 1 takes message 0 of columns 1 and 5, then message 1 of both.
     """
     mine = own_block(ctx.control, S)
-    destination, programs = steps.destination(ctx.control, source, groups, S)
+    programs = source.programs
     firsts = (mine + S.OFFSET_FIRSTS).to(I32) + source.rank * (S.MAX_SENDERS + 1)
-    cursors = lanes * S.MESSAGES_PER_STEP
-    cursor = lane + tl.arange(0, S.MESSAGES_PER_STEP) * lanes
+    cursors = share.lanes * S.MESSAGES_PER_STEP
+    cursor = share.lane + tl.arange(0, S.MESSAGES_PER_STEP) * share.lanes
     turns = tl.full([], 1, tl.int32)
     shares = turns
     most = source.most
@@ -158,9 +158,8 @@ def unpack_messages(steps, ctx, source, lane, lanes, groups, outputs, notes, num
             if ok > 0:
                 stamp_first(ctx, ARRIVED, S, source.rank)
                 stamp_both(ctx, MESSAGE_SEEN, LAST_MESSAGE, S)
-                ok, destination = steps.unpack(
-                    ok, ctx, source.rank, slot, ready, destination, outputs, notes, numbers, S
-                )
+                came = Arrived(source.rank, source.rank * S.MAX_TOKENS + slot, ready)
+                ok, place = unpack_group(by, ok, ctx, came, place, outputs, notes, numbers, S)
                 stamp_both(ctx, ROW_STORED, LAST_STORED, S)
         at += (ready | ((at < last) & (there == 0))).to(tl.int32)
     return ok
@@ -239,14 +238,29 @@ def prepare(ok, program, ctx, outputs, received, cached, numbers, shared, S: tl.
 
 
 @triton.jit
+def first_source(program, num_programs, S: tl.constexpr):
+    """Return how many CTAs unpack messages, all but the first one if there are several; the number of CTA ``program``
+    among them; and the first source that it serves. With few CTAs each serves every ``others``-th source."""
+    others = tl.maximum(num_programs - 1, 1)
+    number = program - tl.minimum(num_programs - 1, 1)
+    return others, number, tl.maximum(number, 0) % S.WORLD_SIZE
+
+
+@triton.jit
+def share_of(source, others, number, S: tl.constexpr):
+    """Return the share that unpacking CTA ``number`` of ``others`` has of the messages of ``source``."""
+    return Lane(number // S.WORLD_SIZE, tl.cdiv(tl.maximum(others - source, 1), S.WORLD_SIZE))
+
+
+@triton.jit
 def destination_of(control, source, groups, S: tl.constexpr):
     """Return where the rows of ``source`` go: in each group, or in layout "rank" as a whole, behind those of the
-    sources before it. Also return its sending CTAs, each of which sends a column of messages in order."""
+    sources before it."""
     base = groups.starts + source.before
     if S.RANK_LAYOUT:
         r = tl.arange(0, S.WORLD_SIZE_POW2)
         base = tl.sum(tl.where(r < source.rank, header_word(control, r, 1, 0, S.MAX_TOKENS, S), 0), 0)
-    return Destination(base, source.rows, groups.starts, groups.bases), source.programs
+    return Destination(base, source.rows, groups.starts, groups.bases)
 
 
 @triton.jit
@@ -255,8 +269,10 @@ def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl
     ctx = context_of(peers, _ROLE, program, numbers, S)
     ok = -is_poisoned(peers.record, peers.control, S)
     receive_by(
-        ReceiverSteps(wait_for_counts, columns_of, compare, blame, prepare, destination_of, unpack_counted),
-        ok, ctx, program, num_programs, outputs, notes, cached, numbers, S,
+        ReceiverSteps(
+            wait_for_counts, columns_of, compare, blame, prepare, destination_of,
+            RowSource(place_is_known, place_by_counts),
+        ), ok, ctx, program, num_programs, outputs, notes, cached, numbers, S,
     )  # fmt: skip
 
 
@@ -264,11 +280,7 @@ def receive(program, num_programs, peers, outputs, notes, cached, numbers, S: tl
 def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, numbers, S: tl.constexpr):
     """Run CTA ``program`` of the receiver role by its ``steps``. ``ok`` is 0, or -1 where no call is made."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    # All but the first place: one source for each where they suffice, its messages to its programs in turn.
-    others = tl.maximum(num_programs - 1, 1)
-    number = program - tl.minimum(num_programs - 1, 1)
-    source = tl.maximum(number, 0) % S.WORLD_SIZE
-    lane = number // S.WORLD_SIZE
+    others, number, source = first_source(program, num_programs, S)
     sizes = tl.zeros([S.POLL_WIDTH], tl.int32)
     before = tl.zeros([S.POLL_WIDTH], tl.int32)
     own = tl.zeros([S.POLL_WIDTH], tl.int32)
@@ -306,17 +318,13 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
             ok = steps.prepare(ok, program, ctx, outputs, notes.received, cached, numbers, shared, S)
             pad, pads = who_pads(program, num_programs, tl.max(messages, 0), numbers.num_local_experts, S)
             if pad >= 0:
-                if S.RANK_LAYOUT:
-                    fill_ids_of_no_rows(outputs.topk_ids, messages, numbers, pad, pads, S)
-                if S.ROW_ALIGNMENT > 1:
-                    pad_rows(outputs, groups, numbers, pad, pads, S)
-                if S.SCALE_LAYOUT == 2 and not S.SCALES_LATER and not S.MASKED:
-                    pad_tiles(outputs.scales, groups, numbers, pad, pads, S)
+                write_padding(outputs, messages, groups, numbers, pad, pads, S)
             while (ok > 0) & (number >= 0) & (source < S.WORLD_SIZE):
-                lanes = tl.cdiv(tl.maximum(others - source, 1), S.WORLD_SIZE)
                 is_last = (source + others >= S.WORLD_SIZE) & (not S.TWO_LEVEL)
                 known = Source(source, count, programs, most, before, own, is_last)
-                ok = unpack_messages(steps, ctx, known, lane, lanes, groups, outputs, notes, numbers, S)
+                place = steps.destination(ctx.control, known, groups, S)
+                share = share_of(source, others, number, S)
+                ok = unpack_messages(steps.by, ctx, known, share, place, outputs, notes, numbers, S)
                 source += others
                 if (ok > 0) & (source < S.WORLD_SIZE):
                     ok, again, before, own = steps.wait(ctx, cached, source, numbers, S)

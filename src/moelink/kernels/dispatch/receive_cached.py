@@ -22,16 +22,9 @@ from moelink.kernels.dispatch.row_offsets import (
     write_row_offsets,
 )
 from moelink.kernels.dispatch.row_table import renew_table
-from moelink.kernels.dispatch.unpack import (
-    load_headers,
-    row_of_slot,
-    store_choices,
-    store_slots,
-    store_sources,
-    unpack_group,
-)
+from moelink.kernels.dispatch.unpack import place_is_known, row_of_slot
 from moelink.kernels.numeric import only
-from moelink.kernels.records import CachedRouting, Destination, Placed, ReceiverSteps
+from moelink.kernels.records import CachedRouting, Destination, Placed, ReceiverSteps, RowSource
 from moelink.kernels.sync.ll_words import value_at, wait_ll_words
 from moelink.kernels.sync.signals import (
     I64,
@@ -101,17 +94,10 @@ def wait_for_headers(ctx, cached, source, numbers, S: tl.constexpr):
 
 @triton.jit
 def columns_noted(control, cached, source, S: tl.constexpr):
-    """Return the same as ``row_offsets.columns_of``, but at most as many messages as the earlier call received.
-
-    Only their number is used (:func:`groups_of`).
-    """
+    """Return the same as ``row_offsets.columns_of``, for messages that come in any order, and at most as many as the
+    earlier call received."""
     count = header_word(control, source, 1, 0, S.MAX_TOKENS, S)
-    count = tl.minimum(count, tl.load(cached.received + source * 2))
-    return (
-        count,
-        header_word(control, source, 3, 0, S.MAX_SENDERS, S),
-        header_word(control, source, 4, 0, S.MAX_TOKENS, S),
-    )
+    return tl.minimum(count, tl.load(cached.received + source * 2)), 0, 0
 
 
 @triton.jit
@@ -172,9 +158,8 @@ def write_noted_offsets(ok, program, ctx, outputs, received, cached, numbers, sh
 
 @triton.jit
 def groups_of(control, source, groups, S: tl.constexpr):
-    """Return where the groups are, in which noted rows must lie (no row is computed from ``base``); and 0, because
-    messages come in any order."""
-    return Destination(groups.starts, source.rows, groups.starts, groups.bases), 0
+    """Return where the groups are, in which noted rows must lie. No row is computed from ``base``."""
+    return Destination(groups.starts, source.rows, groups.starts, groups.bases)
 
 
 @triton.jit
@@ -205,51 +190,28 @@ def _noted_rows(places, mask, sizes, starts, bases, capacity, S: tl.constexpr):
         inner = row - tl.reshape(tl.gather(starts, group, 0), row.shape)
         block = tl.reshape(tl.gather(bases, group, 0), row.shape)
         keep = keep & (inner >= 0) & (inner < tl.reshape(tl.gather(sizes, group, 0), row.shape))
-    return row, keep, inner, block
+    return Placed(row, keep, inner, block)
 
 
 @triton.jit
-def unpack_noted(ctx, source, at, valid, message, destination, outputs, notes, numbers, S: tl.constexpr):
-    """Find the rows of messages as ``unpack.unpack_headers`` does, by what the earlier call noted. Note nothing.
-
-    Local ids travel only where they are an output (layout "rank").
-    """
-    header = load_headers(message, valid, S.RANK_LAYOUT, False, S)
-    strange = header.token != tl.load(notes.message_token + at, mask=valid, other=0)
-    q = tl.arange(0, S.ROWS_PER_MESSAGE_POW2)
+def place_by_record(ctx, came, header, place, notes, numbers, S: tl.constexpr):
+    """Return where the rows of messages go as ``unpack.place_by_counts`` does, by what the earlier call noted. Note
+    nothing."""
+    strange = header.token != tl.load(notes.message_token + came.at, mask=came.valid, other=0)
     if S.RANK_LAYOUT:
-        start = tl.load(notes.rows_of_message + at, mask=valid & (strange == 0), other=_ABSENT)
+        start = tl.load(notes.rows_of_message + came.at, mask=came.valid & (strange == 0), other=_ABSENT)
         fits = (start >= 0) & (start < numbers.capacity)
         if S.IN_PLACE:
-            slot = at - source * S.MAX_TOKENS
-            fits = (start == row_of_slot(source, slot, numbers, S)) & (slot < numbers.capacity)
-        row = start[:, None] + q[None, :]
-        keep = valid[:, None] & (q >= 0)[None, :] & fits[:, None]
-        tl.store(outputs.src_info + row * 3 + 2, tl.zeros(row.shape, tl.int32) - 1, mask=keep)
-        store_choices(ctx, source, valid, header, strange, start, fits, outputs, numbers, S)
-        placed = Placed(row, keep, row, row)
+            slot = came.at - came.source * S.MAX_TOKENS
+            fits = (start == row_of_slot(came.source, slot, numbers, S)) & (slot < numbers.capacity)
+        return start, fits, strange
     else:
+        q = tl.arange(0, S.ROWS_PER_MESSAGE_POW2)
+        note_malformed(ctx.control, came.source, came.valid & strange)
+        valid = came.valid & (strange == 0)
+        rows = notes.rows_of_message + came.at.to(tl.int64)[:, None] * S.TOPK + q[None, :]
         mask = valid[:, None] & (q < S.TOPK)[None, :]
-        note_malformed(ctx.control, source, valid & strange)
-        valid = valid & (strange == 0)
-        row, keep, inner, block = _noted_rows(
-            notes.rows_of_message + at.to(tl.int64)[:, None] * S.TOPK + q[None, :],
-            mask & valid[:, None],
-            destination.sizes,
-            destination.starts,
-            destination.bases,
-            numbers.capacity,
-            S,
-        )
-        placed = store_slots(ctx, source, valid, header, Placed(row, keep, inner, block), outputs, numbers, S)
-    return store_sources(source, header.token, placed, outputs, numbers, S), placed.inner, placed.block
-
-
-@triton.jit
-def unpack_over_routing(ok, ctx, source, slot, valid, destination, outputs, notes, numbers, S: tl.constexpr):
-    """Unpack messages as ``unpack.unpack_counted`` does, by what the earlier call noted. Returns the same."""
-    unpack_group(unpack_noted, ctx, source, slot, valid, destination, outputs, notes, numbers, S)
-    return ok, destination
+        return _noted_rows(rows, mask, place.sizes, place.starts, place.bases, numbers.capacity, S), valid
 
 
 @triton.jit
@@ -264,7 +226,7 @@ def receive_cached(program, num_programs, peers, outputs, notes, cached, numbers
     receive_by(
         ReceiverSteps(
             wait_for_headers, columns_noted, compare_origins, blame_mismatched, write_noted_offsets, groups_of,
-            unpack_over_routing,
+            RowSource(place_is_known, place_by_record),
         ),
         ok, ctx, program, num_programs, outputs, notes, noted, numbers, S,
     )  # fmt: skip

@@ -22,9 +22,9 @@ slot 1 of rank 2 names expert 1, position 1. Rank 2's rows of expert 1 begin at 
 import triton
 import triton.language as tl
 
-from moelink.kernels.dispatch.padding import pad_rows, pad_tiles, who_pads
+from moelink.kernels.dispatch.padding import who_pads, write_padding
 from moelink.kernels.dispatch.plan import plan
-from moelink.kernels.dispatch.receive import return_nothing, unpack_messages
+from moelink.kernels.dispatch.receive import first_source, return_nothing, share_of, unpack_messages
 from moelink.kernels.dispatch.row_offsets import columns_of, header_word, wait_for_words
 from moelink.kernels.dispatch.row_table import (
     first_block,
@@ -33,17 +33,15 @@ from moelink.kernels.dispatch.row_table import (
     report_no_table,
     wait_for_table,
 )
-from moelink.kernels.dispatch.unpack import load_first, load_headers, store_group, store_slots, store_sources
+from moelink.kernels.dispatch.unpack import place_by_position
 from moelink.kernels.numeric import only
-from moelink.kernels.records import Placed, PlannedSteps, Source
+from moelink.kernels.records import RowSource, Source
 from moelink.kernels.sync.credit import count_read
-from moelink.kernels.sync.signals import context_of, is_poisoned, note_malformed, own_block
+from moelink.kernels.sync.signals import context_of, is_poisoned
 from moelink.memory.protocol import (
     COUNT_HEADER,
     DISPATCH_RECEIVED,
     PHASE_DISPATCH,
-    ROW_ABSENT,
-    ROW_DROPPED,
     TABLE_GO,
 )
 from moelink.tracing.device.stamps import TOLD, stamp
@@ -51,69 +49,42 @@ from moelink.tracing.device.stamps import TOLD, stamp
 _HEADER = tl.constexpr(COUNT_HEADER)
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 _ROLE = tl.constexpr(DISPATCH_RECEIVED)
-_ABSENT = tl.constexpr(ROW_ABSENT)
-_DROPPED = tl.constexpr(ROW_DROPPED)
 _GO = tl.constexpr(TABLE_GO)
 
 
 @triton.jit
-def look_up_headers(ctx, source, at, valid, header, outputs, notes, numbers, S: tl.constexpr):
-    """Find the rows of messages as ``unpack.unpack_headers`` does, by the table. Returns where they go, rows -1 for
-    none."""
-    q = tl.arange(0, S.ROWS_PER_MESSAGE_POW2)
-    mask = valid[:, None] & (q < S.TOPK)[None, :]
-    strange = (header.token < 0) | (header.token >= S.MAX_TOKENS)
-    local = tl.where(mask, header.local_ids, -1)
-    named = (local >= 0) & (local < numbers.num_local_experts)
+def group_by_table(ctx, source, local, named, place, numbers, S: tl.constexpr):
+    """Return of the groups of experts ``local`` [n, slots] what ``unpack.group_by_counts`` does, by the table."""
     first = first_row(ctx.control, source, local, named, S)
     rows = first_row(ctx.control, source + 1, local, named, S) - first
-    row = first + header.positions
-    fits = named & (header.positions >= 0) & (header.positions < rows)
-    known = fits | (local == -1)
-    note_malformed(ctx.control, source, mask & (strange[:, None] | (known == 0)))
-    inner = row
-    block = row
+    begin = tl.zeros(local.shape, tl.int32)
+    block = begin
     if S.MASKED:
-        inner = row - local * numbers.capacity
-        block = local * numbers.capacity // 128
+        begin = local * numbers.capacity
+        block = begin // 128
     elif S.SCALE_LAYOUT == 2 and not S.SCALES_LATER:
-        inner = row - first_row(ctx.control, 0, local, named, S)
+        begin = first_row(ctx.control, 0, local, named, S)
         block = first_block(ctx.control, local, named, S)
-    keep = fits & ((inner if S.MASKED else row) < numbers.capacity)
-    tl.store(
-        notes.rows_of_message + at.to(tl.int64)[:, None] * S.TOPK + q[None, :],
-        tl.where(keep, row, tl.where(named, _DROPPED, _ABSENT)),
-        mask=mask,
-    )
-    placed = store_slots(ctx, source, valid, header, Placed(row, keep, inner, block), outputs, numbers, S)
-    to_rows = store_sources(source, header.token, placed, outputs, numbers, S)
-    tl.store(notes.message_token + at, header.token, mask=valid)
-    return Placed(to_rows, placed.keep, placed.inner, placed.block)
+    return first, rows, begin, block
 
 
 @triton.jit
-def unpack_planned(ok, ctx, source, slot, valid, state, outputs, notes, numbers, S: tl.constexpr):
-    """Unpack messages as ``unpack.unpack_group`` does, by the table.
+def place_by_table(ctx, came, header, place, notes, numbers, S: tl.constexpr):
+    """Return where the rows of messages go as ``unpack.place_by_counts`` does, by the table."""
+    return place_by_position(group_by_table, ctx, came, header, place, notes, numbers, S)
 
-    ``state``: what the table says, 0 if this CTA has not seen it. It then waits for the table once headers and the
-    first payload are on their way. Returns ``ok``, TIMED_OUT or POISONED, and the state.
-    """
-    mine = own_block(ctx.control, S)
-    at = source * S.MAX_TOKENS + slot
-    number = tl.where(valid, at, -1)
-    words, scales = load_first(number, mine, S)
-    message = mine + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES
-    header = load_headers(message, valid, True, True, S)
+
+@triton.jit
+def await_table(ok, ctx, state, valid, S: tl.constexpr):
+    """Wait for the table once headers and the first payload of messages are on their way, unless this CTA has seen it:
+    ``state`` is what it says, else 0. Returns ``ok``, TIMED_OUT or POISONED; the state; and the messages to unpack."""
     if state == 0:
         ok, state, _ = wait_for_table(ctx, S)
-    valid = only((ok > 0) & (state == _GO), valid)
-    placed = look_up_headers(ctx, source, at, valid, header, outputs, notes, numbers, S)
-    store_group(ctx, at, number, words, scales, placed, outputs, numbers, S)
-    return ok, state
+    return ok, state, only((ok > 0) & (state == _GO), valid)
 
 
 @triton.jit
-def write_padding(ctx, program, num_programs, outputs, numbers, S: tl.constexpr):
+def pad_by_table(ctx, program, num_programs, outputs, numbers, S: tl.constexpr):
     """Wait for the table, and write as CTA ``program`` its share of the padding.
 
     Returns OK, TIMED_OUT or POISONED, and the head of the table.
@@ -123,43 +94,29 @@ def write_padding(ctx, program, num_programs, outputs, numbers, S: tl.constexpr)
     if (ok > 0) & (state == _GO):
         pad, pads = who_pads(program, num_programs, most, numbers.num_local_experts, S)
         if pad >= 0:
-            groups = groups_in_table(ctx.control, numbers, S)
-            if S.ROW_ALIGNMENT > 1:
-                pad_rows(outputs, groups, numbers, pad, pads, S)
-            if S.SCALE_LAYOUT == 2 and not S.SCALES_LATER and not S.MASKED:
-                pad_tiles(outputs.scales, groups, numbers, pad, pads, S)
+            write_padding(outputs, most, groups_in_table(ctx.control, numbers, S), numbers, pad, pads, S)
     return ok, state
-
-
-@triton.jit
-def seen(control, source, state, S: tl.constexpr):
-    """Return what this CTA has seen of the table, and the sending CTAs of ``source``."""
-    return state, source.programs
 
 
 @triton.jit
 def unpack_sources(ctx, program, num_programs, outputs, notes, numbers, S: tl.constexpr):
     """Write padding and unpack messages as CTA ``program``. Returns OK, TIMED_OUT or POISONED."""
-    # All but the first place: one source for each where they suffice, its messages to its programs in turn.
-    others = tl.maximum(num_programs - 1, 1)
-    number = program - tl.minimum(num_programs - 1, 1)
-    source = tl.maximum(number, 0) % S.WORLD_SIZE
-    lane = number // S.WORLD_SIZE
+    others, number, source = first_source(program, num_programs, S)
     ok = tl.full([], 1, tl.int32)
     state = tl.full([], 0, tl.int32)
-    pads: tl.constexpr = S.ROW_ALIGNMENT > 1 or (S.SCALE_LAYOUT == 2 and not S.SCALES_LATER and not S.MASKED)
+    pads: tl.constexpr = S.ROW_ALIGNMENT > 1 or S.PADS_TILES
     if pads:
-        ok, state = write_padding(ctx, program, num_programs, outputs, numbers, S)
+        ok, state = pad_by_table(ctx, program, num_programs, outputs, numbers, S)
     while (ok > 0) & (number >= 0) & (source < S.WORLD_SIZE):
         ok = wait_for_words(ctx, source, _HEADER, 1, _HEADER, S)
         if ok > 0:
             count, senders, most = columns_of(ctx.control, 0, source, S)
             count = tl.where(header_word(ctx.control, source, 0, 0, 1, S) != 0, 0, count)
-            lanes = tl.cdiv(tl.maximum(others - source, 1), S.WORLD_SIZE)
             told = Source(source, count, senders, most, 0, 0, source + others >= S.WORLD_SIZE)
             ok = unpack_messages(
-                PlannedSteps(seen, unpack_planned), ctx, told, lane, lanes, state, outputs, notes, numbers, S
-            )
+                RowSource(await_table, place_by_table), ctx, told, share_of(source, others, number, S), state, outputs,
+                notes, numbers, S,
+            )  # fmt: skip
         source += others
     if not pads:
         report_no_table(ok, ctx, S)

@@ -84,6 +84,7 @@ from moelink.kernels.nodes.internode import (
 )
 from moelink.kernels.nodes.levels import column_of, in_one_level, in_two_levels
 from moelink.kernels.nodes.relay import put_relays, store_relay_headers, with_relays
+from moelink.kernels.records import Batch, Run
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.signals import I32, I64, context_of, count_arrival, fence, own_block, publish
 from moelink.memory.protocol import DISPATCH_SENT, PHASE_DISPATCH
@@ -133,29 +134,22 @@ def load_weights(weights, token, num_tokens, S: tl.constexpr):
 
 
 @triton.jit
-def store_headers(ids_of, position, owner, token, places, w, first, N: tl.constexpr, S: tl.constexpr):
-    """Store the header of the messages of N tokens: token, local ids, positions and weights.
-
-    ``ids_of``, ``position``, ``owner``, ``w``: [N, slots]; ``token`` [N]; ``places`` [N, ranks] addresses, 0 for none.
-    Without ``ids_of`` (None) no local ids travel, and without ``position`` no positions.
-    """
+def store_headers(batch, places, w, first, S: tl.constexpr):
+    """Store the headers of the messages of a ``batch``: tokens, local ids, positions and weights ``w`` [N, slots], if
+    these travel. ``places``: [N, ranks] addresses, 0 for none."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     k = tl.arange(0, S.TOPK_POW2)
+    shape: tl.constexpr = (batch.token.shape[0], S.WORLD_SIZE_POW2, S.TOPK_POW2)
     goes = places != 0
-    tl.store((places + S.MESSAGE_TOKEN).to(I32), tl.broadcast_to(token[:, None], (N, S.WORLD_SIZE_POW2)), mask=goes)
+    tl.store((places + S.MESSAGE_TOKEN).to(I32), tl.broadcast_to(batch.token[:, None], places.shape), mask=goes)
     named = goes[:, :, None] & (k < S.TOPK)[None, None, :]
-    shape: tl.constexpr = (N, S.WORLD_SIZE_POW2, S.TOPK_POW2)
-    if ids_of is not None:
-        local = tl.where(
-            owner[:, None, :] == r[None, :, None], ids_of[:, None, :] - first_of(r, first, S)[None, :, None], -1
-        )
+    if S.TELLS_IDS:
+        local = batch.expert[:, None, :] - first_of(r, first, S)[None, :, None]
+        local = tl.where(batch.owner[:, None, :] == r[None, :, None], local, -1)
         tl.store((places + S.MESSAGE_IDS).to(I32)[:, :, None] + k[None, None, :], local, mask=named)
-    if position is not None:
-        tl.store(
-            (places + S.MESSAGE_POSITIONS).to(I32)[:, :, None] + k[None, None, :],
-            tl.broadcast_to(position[:, None, :], shape),
-            mask=named,
-        )
+    if S.TELLS_POSITIONS:
+        position = tl.broadcast_to(batch.position[:, None, :], shape)
+        tl.store((places + S.MESSAGE_POSITIONS).to(I32)[:, :, None] + k[None, None, :], position, mask=named)
     if S.HAS_WEIGHTS:
         to = (places + S.MESSAGE_WEIGHTS).to(S.WEIGHT_POINTER)
         tl.store(to[:, :, None] + k[None, None, :], tl.broadcast_to(w[:, None, :], shape), mask=named)
@@ -187,18 +181,54 @@ def put_messages(ctx, mine, own, slot, S: tl.constexpr):
 
 
 @triton.jit
-def publish_messages(ctx, base, mine, own, slot, token, S: tl.constexpr):
-    """Publish the flags of the messages of tokens ``token`` [N], stored already, where ``own`` [N, ranks], in ``slot``
-    [N, ranks].
-
-    The blocks of the ranks are at ``base`` [ranks]. For ranks of other nodes put the messages, then their flags.
-    """
-    flags = flags_of(base, slot, ctx.me, S)
-    mask = intra_node_only(own, tl.arange(0, S.WORLD_SIZE_POW2)[None, :], ctx.me, S)
-    publish(flags, mask, tl.zeros(slot.shape, tl.int64) + ctx.call)
+def publish_messages(ctx, base, mine, batch, S: tl.constexpr):
+    """Publish the flags of the messages of a ``batch``, stored already. The blocks of the ranks are at ``base``
+    [ranks]. For ranks of other nodes put the messages, then their flags."""
+    flags = flags_of(base, batch.slot, ctx.me, S)
+    mask = intra_node_only(batch.own, tl.arange(0, S.WORLD_SIZE_POW2)[None, :], ctx.me, S)
+    publish(flags, mask, tl.zeros(batch.slot.shape, tl.int64) + ctx.call)
     stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
-    in_one_level(put_messages, (ctx, mine, own, slot), S)
-    in_two_levels(put_relays, (ctx, mine, own, token), S)
+    in_one_level(put_messages, (ctx, mine, batch.own, batch.slot), S)
+    in_two_levels(put_relays, (ctx, mine, batch.own, batch.token), S)
+
+
+@triton.jit
+def next_token(t, end, behind, STRIDED: tl.constexpr):
+    """Return the token after ``t`` of a CTA, whose batch ends before ``end``: the next one, or with STRIDED batches
+    ``behind``, the first of the next batch."""
+    if STRIDED:
+        return tl.where(t + 1 < end, t + 1, behind)
+    else:
+        return t + 1
+
+
+@triton.jit
+def send_batch(ctx, inputs, batch, row, run, base, numbers, STRIDED: tl.constexpr, S: tl.constexpr):
+    """Store the messages of a ``batch``, headers first, and publish them.
+
+    ``row`` is the first piece of the first token's row. Each piece is loaded before the one before it is stored, so the
+    function returns the first piece of the CTA's next token. ``run``: which tokens the CTA has.
+    """
+    mine = own_block(ctx.control, S)
+    places = message_addresses(base, batch.own, batch.slot, batch.token, ctx.me, mine, S)
+    w = load_weights(inputs.topk_weights, batch.token, numbers.num_tokens, S)
+    if not S.IN_PLACE:
+        store_headers(batch, places, w, numbers.first_expert, S)
+    in_two_levels(store_relay_headers, (ctx, mine, batch), S)
+    stamp_first(ctx, FIRST_STORE, S)
+    for t in range(run.begin, run.end):
+        to = tl.sum(tl.where((batch.token == t)[:, None], places, 0), 0)
+        scales = ready_scales(inputs.scales, t, S)
+        for piece in tl.static_range(S.PIECES_PER_ROW):
+            token = next_token(t, run.end, run.behind, STRIDED) if piece + 1 == S.PIECES_PER_ROW else t
+            following = load_piece(inputs.x, token, (piece + 1) % S.PIECES_PER_ROW, run.last, S)
+            store_piece(row, piece, to, ctx.me, inputs.input_scale, S)
+            row = following
+        store_ready_scales(scales, to, ctx.me, S)
+    if S.IN_PLACE:
+        store_headers(batch, places, w, numbers.first_expert, S)
+    publish_messages(ctx, base, mine, batch, S)
+    return row
 
 
 _PHASE = tl.constexpr(PHASE_DISPATCH)
@@ -222,10 +252,9 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     expert = experts_at(inputs.topk_ids, t * S.TOPK + k, k < S.TOPK, S)
     stamp_after(ctx, IDS_READ, expert, S)
     owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
-    position = None
+    earlier = expert
     if S.SENDERS_COUNT_PAIRS:
         earlier, sent = count_before(inputs.topk_ids, t, expert, ctx.me, numbers, S)
-        position = earlier[None, :]
     else:
         _, sent, _ = count_tokens(inputs.topk_ids, 0, t, ctx.me, numbers, S.COUNT_BLOCK_ALONE, False, S)
     stamp_after(ctx, COUNTED, sent, S)
@@ -238,8 +267,9 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     ok = wait_for_credits(credits, ctx, _PHASE, S)
     if ok > 0:
         places = message_addresses(base, own, slot, token, ctx.me, mine, S)
-        store_headers(expert[None, :], position, owner[None, :], token, places, w, numbers.first_expert, 1, S)
-        in_two_levels(store_relay_headers, (ctx, mine, expert[None, :], own, slot, token), S)
+        batch = Batch(token, expert[None, :], owner[None, :], earlier[None, :], own, slot)
+        store_headers(batch, places, w, numbers.first_expert, S)
+        in_two_levels(store_relay_headers, (ctx, mine, batch), S)
         stamp_first(ctx, FIRST_STORE, S)
         to = tl.sum(places, 0)
         for piece in tl.static_range(S.PIECES_PER_ROW):
@@ -250,7 +280,7 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             row = following
             following = behind
         store_ready_scales(scales, to, ctx.me, S)
-        publish_messages(ctx, base, mine, own, slot, token, S)
+        publish_messages(ctx, base, mine, batch, S)
     return ok
 
 
@@ -292,32 +322,16 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             token = t0 + tl.arange(0, S.TOKENS_PER_BATCH)
             expert, owner, goes = routes_of(inputs.topk_ids, token, k, end, ctx.me, numbers, S)
             slot = sent[None, :] + sums_before(goes, S.MAX_TOKENS_ALONE == 0)
-            position = None
+            position = expert
             if S.SENDERS_COUNT_PAIRS:
                 position = positions_of(pairs, expert, owner, i, S)
 
             own = (goes > 0) & mask[None, :]
             noted = (token < end)[:, None] & mask[None, :]
             tl.store(slot_of + token[:, None] * S.WORLD_SIZE + r[None, :], tl.where(goes > 0, slot, -1), mask=noted)
-            places = message_addresses(base, own, slot, token, ctx.me, mine, S)
-            w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
-            if not S.IN_PLACE:
-                store_headers(expert, position, owner, token, places, w, numbers.first_expert, S.TOKENS_PER_BATCH, S)
-            in_two_levels(store_relay_headers, (ctx, mine, expert, own, slot, token), S)
-            stamp_first(ctx, FIRST_STORE, S)
-            for t in range(t0, tl.minimum(t0 + S.TOKENS_PER_BATCH, end)):
-                to = tl.sum(tl.where((token == t)[:, None], places, 0), 0)
-                scales = ready_scales(inputs.scales, t, S)
-                for piece in tl.static_range(S.PIECES_PER_ROW):
-                    following = load_piece(
-                        inputs.x, t + (piece + 1) // S.PIECES_PER_ROW, (piece + 1) % S.PIECES_PER_ROW, end, S
-                    )
-                    store_piece(row, piece, to, ctx.me, inputs.input_scale, S)
-                    row = following
-                store_ready_scales(scales, to, ctx.me, S)
-            if S.IN_PLACE:
-                store_headers(expert, position, owner, token, places, w, numbers.first_expert, S.TOKENS_PER_BATCH, S)
-            publish_messages(ctx, base, mine, own, slot, token, S)
+            run = Run(t0, tl.minimum(t0 + S.TOKENS_PER_BATCH, end), end, end)
+            batch = Batch(token, expert, owner, position, own, slot)
+            row = send_batch(ctx, inputs, batch, row, run, base, numbers, False, S)
             if t0 + S.TOKENS_PER_BATCH < end:
                 sent += tl.sum(goes, 0)
                 if S.SENDERS_COUNT_PAIRS:

@@ -33,29 +33,23 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.counts import counts_at, put_counts, store_expert_counts
-from moelink.kernels.dispatch.pieces import load_piece, ready_scales, store_piece, store_ready_scales
+from moelink.kernels.dispatch.pieces import load_piece
 from moelink.kernels.dispatch.route import experts_at, owner_of
-from moelink.kernels.dispatch.send import (
-    load_weights,
-    message_addresses,
-    publish_messages,
-    store_headers,
-)
+from moelink.kernels.dispatch.send import send_batch
 from moelink.kernels.nodes.internode import between_nodes
 from moelink.kernels.nodes.levels import column_of, in_two_levels, stores_at
-from moelink.kernels.nodes.relay import send_noted_marks, store_relay_headers
+from moelink.kernels.nodes.relay import send_noted_marks
+from moelink.kernels.records import Batch, Run
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.ll_words import ll_word
 from moelink.kernels.sync.signals import context_of, count_arrival, own_block
 from moelink.memory.protocol import COUNT_HEADER, DISPATCH_BYTES, DISPATCH_SENT, PHASE_DISPATCH
 from moelink.tracing.device.stamps import (
-    FIRST_STORE,
     LAST_PUBLISHED,
     PUBLISHED,
     TOLD,
     stamp,
     stamp_both,
-    stamp_first,
 )
 
 _HEADER = tl.constexpr(COUNT_HEADER)
@@ -106,7 +100,6 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: 
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     k = tl.arange(0, S.TOPK_POW2)
     served = (r < S.WORLD_SIZE) & (column_of(r, ctx.me, S) % numbers.split == part)
-    mine = own_block(ctx.control, S)
     base = tl.load(ctx.table + r, mask=r < S.WORLD_SIZE, other=0)
     begin = lane * N
     row = load_piece(inputs.x, begin, 0, numbers.num_tokens, S)
@@ -118,32 +111,15 @@ def _send_batches(ctx, inputs, slot_of, numbers, lane, lanes, part, credits, N: 
             behind = t0 + lanes * N
             following_slot = _slots_at(slot_of, behind + tl.arange(0, N), served, numbers.num_tokens, S)
             own = (slot >= 0) & (slot < S.MAX_TOKENS)
-            expert = None
-            owner = None
-            if S.RANK_LAYOUT:
+            expert = slot
+            owner = slot
+            if S.TELLS_IDS:
                 inside = (token < numbers.num_tokens)[:, None] & (k < S.TOPK)[None, :]
                 expert = experts_at(inputs.topk_ids, token[:, None] * S.TOPK + k[None, :], inside, S)
                 owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
-            places = message_addresses(base, own, slot, token, ctx.me, mine, S)
-            w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
-            store_headers(expert, None, owner, token, places, w, numbers.first_expert, N, S)
-            if S.TWO_LEVEL:  # None goes into no tuple
-                store_relay_headers(ctx, mine, expert, own, slot, token, S)
-            stamp_first(ctx, FIRST_STORE, S)
-            end = tl.minimum(t0 + N, numbers.num_tokens)
-            for t in range(t0, end):
-                to = tl.sum(tl.where((token == t)[:, None], places, 0), 0)
-                scales = ready_scales(inputs.scales, t, S)
-                after = tl.where(t + 1 < end, t + 1, behind)
-                for piece in tl.static_range(S.PIECES_PER_ROW):
-                    next_token = t
-                    if piece + 1 == S.PIECES_PER_ROW:
-                        next_token = after
-                    following = load_piece(inputs.x, next_token, (piece + 1) % S.PIECES_PER_ROW, numbers.num_tokens, S)
-                    store_piece(row, piece, to, ctx.me, inputs.input_scale, S)
-                    row = following
-                store_ready_scales(scales, to, ctx.me, S)
-            publish_messages(ctx, base, mine, own, slot, token, S)
+            batch = Batch(token, expert, owner, expert, own, slot)
+            run = Run(t0, tl.minimum(t0 + N, numbers.num_tokens), behind, numbers.num_tokens)
+            row = send_batch(ctx, inputs, batch, row, run, base, numbers, True, S)
             slot = following_slot
     return ok
 

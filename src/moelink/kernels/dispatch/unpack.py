@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import only
-from moelink.kernels.records import Header, Placed
+from moelink.kernels.records import Arrived, Header, Placed
 from moelink.kernels.scale_tiles import place_in_tiles, word_in_tiles
 from moelink.kernels.sync.signals import I32, note_malformed, own_block
 from moelink.memory.protocol import ROW_ABSENT, ROW_DROPPED
@@ -128,11 +128,10 @@ def _load_words(mine, at, block, S: tl.constexpr):
 
 
 @triton.jit
-def load_headers(message, valid, IDS: tl.constexpr, POSITIONS: tl.constexpr, S: tl.constexpr):
-    """Load the headers of the messages at addresses ``message`` [n] that are ``valid``: tokens and weights, and with
-    IDS and POSITIONS these.
+def load_headers(message, valid, S: tl.constexpr):
+    """Load the headers of the messages at addresses ``message`` [n] that are ``valid``.
 
-    Values that are not loaded are undefined.
+    Values that do not travel are undefined.
     """
     token = tl.load((message + S.MESSAGE_TOKEN).to(I32), mask=valid)
     q = tl.arange(0, S.TOPK_POW2 if S.RANK_LAYOUT else S.ROWS_PER_MESSAGE_POW2)
@@ -140,9 +139,9 @@ def load_headers(message, valid, IDS: tl.constexpr, POSITIONS: tl.constexpr, S: 
     local = tl.zeros(mask.shape, tl.int32)
     position = local
     w = local
-    if IDS:
+    if S.TELLS_IDS:
         local = tl.load((message + S.MESSAGE_IDS).to(I32)[:, None] + q[None, :], mask=mask)
-    if POSITIONS:
+    if S.TELLS_POSITIONS:
         position = tl.load((message + S.MESSAGE_POSITIONS).to(I32)[:, None] + q[None, :], mask=mask)
     if S.HAS_WEIGHTS:  # the weight of the fused shared expert's row is 1
         w = tl.where(
@@ -208,51 +207,84 @@ def store_sources(source, token, placed, outputs, numbers, S: tl.constexpr):
 
 
 @triton.jit
-def unpack_headers(ctx, source, at, valid, message, destination, outputs, notes, numbers, S: tl.constexpr):
-    """Find the rows of the messages numbered ``at`` [n], at addresses ``message``, that are ``valid``, store what their
-    headers say of the rows, and note the rows for combine.
+def group_by_counts(ctx, source, local, named, place, numbers, S: tl.constexpr):
+    """Return of the groups of experts ``local`` [n, slots], where ``named``, what the counts say: the first row of
+    ``source`` and its rows there, the group's first row and its first 128-row block of scales."""
+    e = tl.reshape(tl.where(named, local, 0), (local.shape[0] * local.shape[1],))
+    first = tl.reshape(tl.gather(place.base, e, 0), local.shape)
+    rows = tl.reshape(tl.gather(place.sizes, e, 0), local.shape)
+    begin = tl.reshape(tl.gather(place.starts, e, 0), local.shape)
+    return first, rows, begin, tl.reshape(tl.gather(place.bases, e, 0), local.shape)
+
+
+@triton.jit
+def place_by_position(group_of, ctx, came, header, place, notes, numbers, S: tl.constexpr):
+    """Return where the rows of messages go by their positions, and note it, in layout "expert". ``group_of`` looks up
+    the groups: :func:`group_by_counts`, or what does the same by a table."""
+    q = tl.arange(0, S.ROWS_PER_MESSAGE_POW2)
+    mask = came.valid[:, None] & (q < S.TOPK)[None, :]
+    strange = (header.token < 0) | (header.token >= S.MAX_TOKENS)
+    local = tl.where(mask, header.local_ids, -1)
+    named = (local >= 0) & (local < numbers.num_local_experts)
+    first, rows, begin, block = group_of(ctx, came.source, local, named, place, numbers, S)
+    row = first + header.positions
+    fits = named & (header.positions >= 0) & (header.positions < rows)
+    known = fits | (local == -1)
+    note_malformed(ctx.control, came.source, mask & (strange[:, None] | (known == 0)))
+    inner = row - begin
+    keep = fits & ((inner if S.MASKED else row) < numbers.capacity)
+    tl.store(
+        notes.rows_of_message + came.at.to(tl.int64)[:, None] * S.TOPK + q[None, :],
+        tl.where(keep, row, tl.where(named, _DROPPED, _ABSENT)),
+        mask=mask,
+    )
+    return Placed(row, keep, inner, block), came.valid
+
+
+@triton.jit
+def place_by_slot(ctx, came, header, place, notes, numbers, S: tl.constexpr):
+    """Return the row of each message by its slot, whether it fits, and whether its header is strange, and note the row,
+    in layout "rank"."""
+    slot = came.at - came.source * S.MAX_TOKENS
+    start = row_of_slot(came.source, slot, numbers, S) if S.IN_PLACE else place.base + slot
+    fits = (slot if S.IN_PLACE else start) < numbers.capacity
+    tl.store(notes.rows_of_message + came.at, tl.where(fits, start, _DROPPED), mask=came.valid)
+    return start, fits, (header.token < 0) | (header.token >= S.MAX_TOKENS)
+
+
+@triton.jit
+def place_by_counts(ctx, came, header, place, notes, numbers, S: tl.constexpr):
+    """Return where the rows of messages go, by the counts of all sources, and note it for combine."""
+    if S.RANK_LAYOUT:
+        return place_by_slot(ctx, came, header, place, notes, numbers, S)
+    else:
+        return place_by_position(group_by_counts, ctx, came, header, place, notes, numbers, S)
+
+
+@triton.jit
+def unpack_headers(place_of, ctx, came, header, place, outputs, notes, numbers, S: tl.constexpr):
+    """Store what the ``header`` of messages that ``came`` says of their rows, which ``place_of`` finds: by counts, by a
+    table, or by the routing record of an earlier call.
 
     Returns the rows [n, rows], -1 for none, and for scales in tiles or by group how far each is into its group and the
     group's first block.
     """
-    header = load_headers(message, valid, True, not S.RANK_LAYOUT, S)
-    strange = (header.token < 0) | (header.token >= S.MAX_TOKENS)
-    q = tl.arange(0, S.ROWS_PER_MESSAGE_POW2)
     if S.RANK_LAYOUT:
-        every = valid[:, None] & (q >= 0)[None, :]
-        slot = at - source * S.MAX_TOKENS
-        start = row_of_slot(source, slot, numbers, S) if S.IN_PLACE else destination.base + slot
-        fits = (slot if S.IN_PLACE else start) < numbers.capacity
+        q = tl.arange(0, S.ROWS_PER_MESSAGE_POW2)
+        valid = came.valid
+        start, fits, strange = place_of(ctx, came, header, place, notes, numbers, S)
         row = start[:, None] + q[None, :]
-        keep = every & fits[:, None]
-        tl.store(notes.rows_of_message + at[:, None] + q[None, :], tl.where(keep, row, _DROPPED), mask=every)
+        keep = valid[:, None] & (q >= 0)[None, :] & fits[:, None]
         tl.store(outputs.src_info + row * 3 + 2, tl.zeros(row.shape, tl.int32) - 1, mask=keep)
-        store_choices(ctx, source, valid, header, strange, start, fits, outputs, numbers, S)
+        store_choices(ctx, came.source, valid, header, strange, start, fits, outputs, numbers, S)
         placed = Placed(row, keep, row, row)
     else:
-        shape: tl.constexpr = (valid.shape[0], S.ROWS_PER_MESSAGE_POW2)
-        mask = valid[:, None] & (q < S.TOPK)[None, :]
-        local = tl.where(mask, header.local_ids, -1)
-        named = (local >= 0) & (local < numbers.num_local_experts)
-        e = tl.reshape(tl.where(named, local, 0), (valid.shape[0] * S.ROWS_PER_MESSAGE_POW2,))
-        row = tl.reshape(tl.gather(destination.base, e, 0), shape) + header.positions
-        fits = (
-            named & (header.positions >= 0) & (header.positions < tl.reshape(tl.gather(destination.sizes, e, 0), shape))
-        )
-        known = fits | (local == -1)
-        note_malformed(ctx.control, source, mask & (strange[:, None] | (known == 0)))
-        inner = row - tl.reshape(tl.gather(destination.starts, e, 0), shape)
-        keep = fits & ((inner if S.MASKED else row) < numbers.capacity)
-        tl.store(
-            notes.rows_of_message + at.to(tl.int64)[:, None] * S.TOPK + q[None, :],
-            tl.where(keep, row, tl.where(named, _DROPPED, _ABSENT)),
-            mask=mask,
-        )
-        block = tl.reshape(tl.gather(destination.bases, e, 0), shape)
-        placed = store_slots(ctx, source, valid, header, Placed(row, keep, inner, block), outputs, numbers, S)
-    rows = store_sources(source, header.token, placed, outputs, numbers, S)
-    tl.store(notes.message_token + at, header.token, mask=valid)
-    return rows, placed.inner, placed.block
+        placed, valid = place_of(ctx, came, header, place, notes, numbers, S)
+        placed = store_slots(ctx, came.source, valid, header, placed, outputs, numbers, S)
+    rows = store_sources(came.source, header.token, placed, outputs, numbers, S)
+    if not S.CACHED_ROUTING:
+        tl.store(notes.message_token + came.at, header.token, mask=came.valid)
+    return Placed(rows, placed.keep, placed.inner, placed.block)
 
 
 @triton.jit
@@ -320,33 +352,30 @@ def store_group(ctx, at, number, words, scales, placed, outputs, numbers, S: tl.
 
 
 @triton.jit
-def unpack_group(unpack, ctx, source, slot, valid, destination, outputs, notes, numbers, S: tl.constexpr):
-    """Copy the messages ``slot`` [messages] of ``source`` that are ``valid`` to their rows.
+def unpack_group(by, ok, ctx, came, place, outputs, notes, numbers, S: tl.constexpr):
+    """Copy the messages that ``came`` to their rows, which ``by`` finds.
 
-    There are S.MESSAGES_PER_STEP of them. ``unpack`` is :func:`unpack_headers`, or what does the same over cached
-    routing. Headers are read for all messages at once. Where rows and scales stay in the messages (S.IN_PLACE) only
-    headers are read: the waits for the flags are acquires, and whatever reads the rows is launched after this kernel,
-    so it sees them.
+    There are S.MESSAGES_PER_STEP of them. Headers are read for all messages at once. Where rows and scales stay in the
+    messages (S.IN_PLACE) only headers are read: the waits for the flags are acquires, and whatever reads the rows is
+    launched after this kernel, so it sees them. Returns ``ok``, or how a wait of ``by`` ended, and ``place``.
     """
     mine = own_block(ctx.control, S)
-    at = source * S.MAX_TOKENS + slot
+    message = mine + S.OFFSET_MESSAGES + came.at.to(tl.int64) * S.MESSAGE_BYTES
     if S.IN_PLACE:
-        message = mine + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES
-        unpack(ctx, source, at, valid, message, destination, outputs, notes, numbers, S)
+        header = load_headers(message, came.valid, S)
+        unpack_headers(by.place_of, ctx, came, header, place, outputs, notes, numbers, S)
     else:
-        number = tl.where(valid, at, -1)
+        number = tl.where(came.valid, came.at, -1)
         words, scales = load_first(number, mine, S)
-        message = mine + S.OFFSET_MESSAGES + at.to(tl.int64) * S.MESSAGE_BYTES
-        to_rows, inner, block = unpack(ctx, source, at, valid, message, destination, outputs, notes, numbers, S)
-        placed = Placed(to_rows, valid, inner, block)
-        store_group(ctx, at, number, words, scales, placed, outputs, numbers, S)
+        header = load_headers(message, came.valid, S)
+        ok, place, valid = by.await_place(ok, ctx, place, came.valid, S)
+        came = Arrived(came.source, came.at, valid)
+        placed = unpack_headers(by.place_of, ctx, came, header, place, outputs, notes, numbers, S)
+        store_group(ctx, came.at, number, words, scales, placed, outputs, numbers, S)
+    return ok, place
 
 
 @triton.jit
-def unpack_counted(ok, ctx, source, slot, valid, destination, outputs, notes, numbers, S: tl.constexpr):
-    """Unpack messages as :func:`unpack_group` does, by the positions that came with them.
-
-    Returns ``ok``, as nothing can fail, and the destination.
-    """
-    unpack_group(unpack_headers, ctx, source, slot, valid, destination, outputs, notes, numbers, S)
-    return ok, destination
+def place_is_known(ok, ctx, place, valid, S: tl.constexpr):
+    """Return the arguments: the place of rows is known before messages are awaited."""
+    return ok, place, valid

@@ -144,12 +144,14 @@ class DispatchSpec(CommonSpec, RelayConstants, regions=_DISPATCH_REGIONS):
             a group. GROUP_SCALE_POINTER, GROUP_SCALES: of one group's scale; scales that fill the row's SCALE_WIDTH.
         HAS_INPUT_SCALE: there is a global input scale. PIECES_PER_ROW: pieces in which a row is read and stored.
         SCALE_WIDTH, SCALE_DTYPE, SCALE_POINTER: scales of a row, and their integer type. SCALE_LAYOUT: their layout in
-            the output. SCALES_LATER: a later launch, the scale kernel, writes them in that layout.
+            the output. SCALES_LATER: a later launch, the scale kernel, writes them in that layout. PADS_TILES: the
+            receiver pads their tiles.
         ROW_ALIGNMENT: group sizes are multiples of it. MASKED: layout "masked", whose groups have one size. IN_PLACE:
             rows and scales stay in the messages (``zero_copy``), and a source's rows are a group of one size.
             HAS_WEIGHTS, WEIGHT_POINTER: router weights travel, and their type. GLOBAL_IDS: ids of the output count
             over all ranks.
-        CACHED_ROUTING: the dispatch uses an earlier call's routing. OPTIONS: what every rank must choose alike.
+        CACHED_ROUTING: the dispatch uses an earlier call's routing. TELLS_IDS, TELLS_POSITIONS: headers have local ids,
+            and positions. OPTIONS: what every rank must choose alike.
         ROWS_PER_MESSAGE_POW2: output rows of a message, at most. NUM_GROUPS_POW2: group offsets; both powers of two.
         EVICTION: how rows are loaded, as Triton names it: in a call of more than FEW_TOKENS they are the first to leave
             the L2 cache.
@@ -193,12 +195,15 @@ class DispatchSpec(CommonSpec, RelayConstants, regions=_DISPATCH_REGIONS):
     SCALE_POINTER: Any
     SCALE_LAYOUT: int
     SCALES_LATER: bool
+    PADS_TILES: bool
     ROW_ALIGNMENT: int
     MASKED: bool
     IN_PLACE: bool
     HAS_WEIGHTS: bool
     GLOBAL_IDS: bool
     CACHED_ROUTING: bool
+    TELLS_IDS: bool
+    TELLS_POSITIONS: bool
     OPTIONS: int
     WEIGHT_POINTER: Any
     ROWS_PER_MESSAGE_POW2: int
@@ -285,6 +290,7 @@ def dispatch_spec(
     if scale_bytes:
         assert fmt.scale_layout is not None
         layout = ROW_MAJOR if cfg.layout == "rank" else _SCALE_LAYOUTS[fmt.scale_layout.name]
+    late = later and layout in (TRANSPOSED, TILES) and many and cfg.layout != "masked"
     experts = power(workspace.max_local_experts)
     # The polled counts are used as values: a word, or more, for each thread (``kernels.sync.signals``).
     look = max(experts, threads_of(device), power(COUNT_HEADER * workspace.world_size))
@@ -304,9 +310,11 @@ def dispatch_spec(
         word_bytes) // block),
         SCALE_WIDTH=fmt.scale_width(hidden), SCALE_WIDTH_POW2=power(max(1, fmt.scale_width(hidden), 4 if layout == TILES
         else 1)), SCALE_DTYPE=scale, SCALE_POINTER=tl.pointer_type(scale), SCALE_LAYOUT=layout,
-        SCALES_LATER=later and layout in (TRANSPOSED, TILES) and many and cfg.layout != "masked",
+        SCALES_LATER=late, PADS_TILES=layout == TILES and not late and cfg.layout != "masked",
         ROW_ALIGNMENT=cfg.row_alignment, MASKED=cfg.layout == "masked", IN_PLACE=cfg.zero_copy, HAS_WEIGHTS=weights,
-        GLOBAL_IDS=cfg.global_ids, CACHED_ROUTING=cached, OPTIONS=1 + int(weights) + 2 * int(cached),
+        GLOBAL_IDS=cfg.global_ids, CACHED_ROUTING=cached,
+        TELLS_IDS=not cached or cfg.layout == "rank", TELLS_POSITIONS=workspace.senders_count_pairs and not cached,
+        OPTIONS=1 + int(weights) + 2 * int(cached),
         WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         ROWS_PER_MESSAGE_POW2=power(rows), TOKENS_PER_BATCH=batch, MAX_TOKENS_ALONE=alone, MAX_SENDERS=MAX_SENDERS,
         SENDERS_PER_STEP=min(MAX_SENDERS, power(max(1, (8192 if workspace.senders_count_pairs else 4096) //

@@ -117,7 +117,7 @@ def _forward_tokens(ctx, source, number, token, came, numbers, S: tl.constexpr):
     base = tl.load(ctx.table + (first + j), mask=j < S.NODE_SIZE, other=0)
     index = source * S.MAX_TOKENS + tl.maximum(slot, 0)
     places = tl.where(slot >= 0, base + S.OFFSET_MESSAGES + index.to(tl.int64) * S.MESSAGE_BYTES, 0)
-    if not S.CACHED_ROUTING or S.RANK_LAYOUT:
+    if S.TELLS_IDS:
         _store_local_ids(relays, places, came, numbers, S)
     for i in range(token.shape[0]):
         here = tl.arange(0, token.shape[0]) == i

@@ -54,17 +54,17 @@ def with_relays(places, own, token, me, mine, S: tl.constexpr):
 
 
 @triton.jit
-def store_relay_headers(ctx, mine, expert, own, slot, token, S: tl.constexpr):
-    """Store what relays have behind the message: ``expert`` [N, slots], unless None, and where ``own`` [N, ranks] the
-    message slots ``slot`` [N, ranks]."""
+def store_relay_headers(ctx, mine, batch, S: tl.constexpr):
+    """Store what relays of a ``batch`` have behind the message: message slots, and the experts if ids
+    travel."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
     k = tl.arange(0, S.TOPK_POW2)[None, :]
-    leaves = tl.max(_leaves(own, ctx.me, S).to(tl.int32), 1)[:, None] > 0
-    at = staged_relay(mine, token, S)
+    leaves = tl.max(_leaves(batch.own, ctx.me, S).to(tl.int32), 1)[:, None] > 0
+    at = staged_relay(mine, batch.token, S)
     slots = (at + S.RELAY_SLOTS).to(I32)[:, None] + r
-    tl.store(slots, tl.where(own, slot, -1), mask=leaves & (r < S.WORLD_SIZE))
-    if expert is not None:
-        tl.store((at + S.RELAY_EXPERTS).to(I32)[:, None] + k, expert, mask=leaves & (k < S.TOPK))
+    tl.store(slots, tl.where(batch.own, batch.slot, -1), mask=leaves & (r < S.WORLD_SIZE))
+    if S.TELLS_IDS:
+        tl.store((at + S.RELAY_EXPERTS).to(I32)[:, None] + k, batch.expert, mask=leaves & (k < S.TOPK))
 
 
 @triton.jit
