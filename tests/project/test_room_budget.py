@@ -26,7 +26,7 @@ BUDGET = {
     "control": 3551,
     "kernels": 690,
     "kernels/combine": 1246,
-    "kernels/dispatch": 3213,
+    "kernels/dispatch": 3215,
     "kernels/launch": 1616,
     "kernels/nodes": 1012,
     "kernels/sync": 1281,

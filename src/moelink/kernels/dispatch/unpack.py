@@ -243,12 +243,11 @@ def place_by_position(group_of, ctx, came, header, place, notes, numbers, S: tl.
 
 @triton.jit
 def place_by_slot(ctx, came, header, place, notes, numbers, S: tl.constexpr):
-    """Return the row of each message by its slot, whether it fits, and whether its header is strange, and note the row,
-    in layout "rank"."""
+    """Return the row of each message by its slot, whether it fits, and whether its header is strange, in layout
+    "rank"."""
     slot = came.at - came.source * S.MAX_TOKENS
     start = row_of_slot(came.source, slot, numbers, S) if S.IN_PLACE else place.base + slot
     fits = (slot if S.IN_PLACE else start) < numbers.capacity
-    tl.store(notes.rows_of_message + came.at, tl.where(fits, start, _DROPPED), mask=came.valid)
     return start, fits, (header.token < 0) | (header.token >= S.MAX_TOKENS)
 
 
@@ -274,7 +273,10 @@ def unpack_headers(place_of, ctx, came, header, place, outputs, notes, numbers, 
         valid = came.valid
         start, fits, strange = place_of(ctx, came, header, place, notes, numbers, S)
         row = start[:, None] + q[None, :]
-        keep = valid[:, None] & (q >= 0)[None, :] & fits[:, None]
+        every = valid[:, None] & (q >= 0)[None, :]
+        keep = every & fits[:, None]
+        if not S.CACHED_ROUTING:
+            tl.store(notes.rows_of_message + came.at[:, None] + q[None, :], tl.where(keep, row, _DROPPED), mask=every)
         tl.store(outputs.src_info + row * 3 + 2, tl.zeros(row.shape, tl.int32) - 1, mask=keep)
         store_choices(ctx, came.source, valid, header, strange, start, fits, outputs, numbers, S)
         placed = Placed(row, keep, row, row)
