@@ -86,7 +86,8 @@ class Communicator(OfThisProcess):
 
         Lane 0 is this communicator. Calls of one phase may be in flight in several lanes, as batches that overlap need.
         All ranks make the calls of all lanes in the same order; their waits need no order. An output belongs to its
-        lane. Lanes end together: what poisons one poisons all, and only lane 0 is closed or recovered, with the others.
+        lane. Lanes end together: an error that poisons one poisons all, and only lane 0 is closed or recovered, with
+        the others.
 
         Raises:
             ArgumentError: there is no such lane.
@@ -361,7 +362,7 @@ class Communicator(OfThisProcess):
         All of them call it with the same ranks, usually after a call raised PeerTimeoutError (whose ``peer`` is the
         rank to leave out). Survivors are numbered anew in ascending order, and experts are dealt out anew over them
         (see ``config.num_local_experts``; weights have to follow). Everything else of the configuration stays. This
-        communicator is closed; what its finished calls returned stays valid, but cannot be combined any more. How ranks
+        communicator is closed; the outputs of its finished calls stay valid, but cannot be combined any more. How ranks
         agree, and why late writes of a rank left out do no harm: :mod:`moelink.control.recovery`, docs/faults.md.
 
         It may be called again: on this communicator when it raised, on the new one when another rank dies.

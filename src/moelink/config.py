@@ -39,7 +39,7 @@ class MemoryReport:
     Attributes:
         wire_send: worst-case bytes of the messages that one dispatch and one combine send, plus one message per token
             from which they are copied (staging of the collective transport, which keeps it between calls).
-        wire_recv: the same for what they receive.
+        wire_recv: the same for the bytes that they receive.
         outputs: worst-case bytes of the tensors that one dispatch and one combine return.
         in_place: with ``zero_copy``, bytes of the rows and scales of an output. On the symmetric transport they are a
             part of ``block`` (no second buffer is needed); the collective transport copies them into tensors.
@@ -237,7 +237,7 @@ class EPConfig:
         return prefers_two_levels(routes, message=space.message_bytes, relay=space.relay_bytes, row=space.row_bytes)
 
     def _check_layout(self) -> None:
-        """Refuse what a layout does not allow."""
+        """Refuse options that a layout does not allow."""
         single = (("fused_shared_expert", False), ("pre_reduce", True), ("expert_alignment", 1))
         own = (("zero_copy", False),)  # only rows that need no place of their own can stay where they arrived
         allowed: dict[str, tuple[str, tuple[tuple[str, Any], ...]]] = {
@@ -450,7 +450,7 @@ class EPConfig:
         return align_up(self.combine_row_bytes, ALIGNMENT) + ALIGNMENT
 
     def memory_report(self, *, max_tokens: int | None = None) -> MemoryReport:
-        """Return what this rank will hold at worst, before anything is allocated.
+        """Return the most memory that this rank will hold, before anything is allocated.
 
         ``max_tokens``: of calls that are given this bound. It makes ``outputs`` smaller, and the notes of own tokens;
         what is made once for all calls stays as it is.

@@ -88,7 +88,7 @@ class CombineLists(TypedDict, total=False):
 class DeviceCommunicator:
     """Dispatch and combine for all ranks of one process. Made by :func:`moelink.init_devices`; also a context manager.
 
-    Arguments mean what they mean in :class:`moelink.Communicator`; every tensor argument is a list, one entry per rank.
+    Arguments are those of :class:`moelink.Communicator`; every tensor argument is a list, one entry per rank.
     """
 
     def __init__(self, session: Session) -> None:

@@ -44,7 +44,7 @@ class Hook:
 
 
 def _require_torch_only(name: str, hook: Hook) -> None:
-    """Raise ArgumentError if a hook that runs in torch on every transport brings a Triton function, too."""
+    """Raise ArgumentError if a hook that runs in torch on every transport also brings a Triton function."""
     if hook.triton_fn is not None:
         expected = "a hook with triton_fn=None, because its torch_fn is what runs, on every transport"
         raise ArgumentError(name, expected, f"triton_fn={getattr(hook.triton_fn, '__name__', hook.triton_fn)}")

@@ -23,13 +23,13 @@ Why there is no second buffer: with two, dispatch n + 1 would have to choose the
 the device knows the number of a call, as a CUDA graph may replay it, but a view has an address that the host fixes
 once. A second buffer is a second lane (``init(lanes=2)``), which has a workspace, call numbers and credits of its own.
 
-What the host sees of it: :class:`CallCount` counts the calls of a lane on a rank; :class:`RowsInPlace` compares. Rows
+The host sees this: :class:`CallCount` counts the calls of a lane on a rank; :class:`RowsInPlace` compares. Rows
 that are looked at after the next call has begun raise ExpiredRowsError, and so does a combine of the rows of a dispatch
 that is not the latest: most likely its experts read rows of the later one. A combine that was refused may be repeated,
 as it reads nothing but the caller's ``y``. Autograd notices too: a tensor that it saved is an older version of the
 block's memory (:func:`torch.autograd.graph.increment_version`).
 
-What the host cannot see: tensors that were taken from an output before, and replays of a CUDA graph, which neither end
+The host cannot see tensors that were taken from an output before, and replays of a CUDA graph, which neither end
 rows nor bring new ones as far as the host knows. A reader of rows beside a graph takes the views at capture. With
 MOELINK_DEBUG=1 the begin of the next call fills the rows with ones (NaN in bf16, fp32 and fp8), on the device, so in
 replays, too (:mod:`moelink.kernels.dispatch.expired_rows`).

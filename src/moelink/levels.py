@@ -1,4 +1,4 @@
-"""Estimate what one level and two levels of a transport between nodes cost, to choose between them.
+"""Estimate the costs of one level and of two levels of a transport between nodes, to choose between them.
 
 With one level a token crosses the network once for each *rank* of another node that it goes to; with two levels once
 for each *node*, and a rank there forwards it over NVLink. Fewer bytes cross the network, more cross NVLink, and every
@@ -63,7 +63,7 @@ class Rates:
 
 
 ASSUMED = Rates(nvlink_gb_per_s=350.0, network_gb_per_s=50.0, forward_us=8.0)
-"""What ``two_level="auto"`` takes for granted of a machine that it has not measured."""
+"""The rates that ``two_level="auto"`` assumes of a machine that it has not measured."""
 
 
 def hit_probability(num_experts: int, topk: int, owned: int) -> float:
@@ -91,7 +91,7 @@ class Crossing:
 
 
 def crossing(rank_hits: Sequence[float], node_hits: Sequence[float], *, two_level: bool) -> Crossing:
-    """Return what crosses the links, from ``h`` [W] and ``H`` [N].
+    """Return the bytes that cross the links, from ``h`` [W] and ``H`` [N].
 
     Example: 2 ranks of one node, each hit by every token: 1 copy over NVLink, 2 in total, none over the network.
     """
@@ -139,8 +139,8 @@ class Routes:
         return cls(tokens, by_rank, by_node)
 
     def microseconds(self, *, two_level: bool, near: int, far: int, rates: Rates = ASSUMED) -> float:
-        """Return what the links and forwarding add to a phase, whose copies are of ``near`` bytes over NVLink and of
-        ``far`` over the network."""
+        """Return the time that the links and forwarding add to a phase, whose copies are of ``near`` bytes over NVLink
+        and of ``far`` over the network."""
         load = crossing(self.rank_hits, self.node_hits, two_level=two_level)
         moved = rates.microseconds(self.tokens * load.nvlink * near, self.tokens * load.network * far)
         return moved + (rates.forward_us if two_level else 0.0)

@@ -1,4 +1,4 @@
-"""Define what dispatch returns, and what combine takes back: DispatchOutput and its handle."""
+"""Define the output of dispatch, which combine takes back: DispatchOutput and its handle."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class ArenaLayout:
 
 
 class Source(Protocol):
-    """What an output makes its missing fields from."""
+    """The source of an output's missing fields."""
 
     def has(self, name: str) -> bool:
         """Return whether the output has a field of this name, which is to be made."""
@@ -107,7 +107,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class DispatchHandle:
-    """What combine needs besides the rows. Opaque to users. The communicator itself remembers nothing between calls.
+    """All that combine needs beside the rows. Opaque to users. The communicator itself remembers nothing between calls.
 
     Attributes:
         owner: identity of the communicator that made it.
@@ -256,7 +256,7 @@ class DispatchOutput:
 
     @property
     def rows_in_place(self) -> RowsInPlace | None:
-        """With ``zero_copy``, what holds tokens and scales until the next call; else None."""
+        """With ``zero_copy``, the holder of tokens and scales until the next call; else None."""
         return self.__dict__.get("_rows")
 
     @property

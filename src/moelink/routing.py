@@ -91,7 +91,7 @@ class RowPlan:
         slot: [R] int64, its top-k slot.
         group: [R] int64, group of the row (local expert, plus the shared group if there is one).
         row: [R] int64, its output row; rows of a group are consecutive, groups start at ``row_offsets``. Layout
-            "masked" leaves out what does not fit.
+            "masked" leaves out rows that do not fit.
         counts: [L, W] int32, rows per (local expert, source rank), before capacity.
         group_sizes: [G] int64, real rows per group, before capacity.
         row_offsets: [G + 1] int64, exclusive starts of the aligned groups, before capacity.

@@ -1,6 +1,6 @@
 """Helpers for testing code that uses moelink, and moelink itself: ranks as processes, recomputable data, comparisons.
 
-Data is a function of (seed, rank, token), so that every rank can recompute what any other rank sent.
+Data is a function of (seed, rank, token), so that every rank can recompute the data of any other rank.
 """
 
 from __future__ import annotations

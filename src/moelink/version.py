@@ -15,14 +15,14 @@ TESTED_PAIRS = (("2.11", "3.6"), ("2.12", "3.7"), ("2.13", "3.6"), ("2.13", "3.7
 """Releases of torch and Triton, oldest first: the table that documentation, the Makefile and the nightly job follow.
 A wheel of torch names its Triton, but torch 2.13 for CPUs names none."""
 OLDEST = {"torch": "2.10", "triton": "3.6"}
-"""What the kernels need at least. The assembler refuses what Triton 3.5 makes of them."""
+"""The oldest release for the kernels. The assembler refuses the code that Triton 3.5 makes of them."""
 
 
 @cache
 def check_pair(torch: str, triton: str | None) -> None:
     """Refuse releases of torch and Triton that the kernels do not work with, and warn once of a pair that is untested.
 
-    What follows the first two numbers of a release (``.1``, ``+cu130``) is not looked at.
+    The rest of a release after its first two numbers (``.1``, ``+cu130``) does not count.
 
     Args:
         torch, triton: ``__version__`` of each; None for Triton where it is not installed.

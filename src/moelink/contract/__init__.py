@@ -10,7 +10,7 @@ notes        the host's notes of launches, to compare second halves and combines
 tensors      ``TokenHandler``, ``EPRouting``: tensors that the caller allocates once and passes to every call
 dispatch     ``ep_fused_dispatch``, ``ep_dispatch_async``, ``ep_dispatch_wait``
 combine      ``ep_fused_combine``, ``ep_combine_async``, ``ep_combine_wait``
-warmup       what ``EPBuffers.warmup`` compiles
+warmup       the launches that ``EPBuffers.warmup`` compiles
 devices      ``distributed_ep_dispatch``, ``distributed_ep_combine``: all devices of one process
 ===========  ==========================================================================================
 

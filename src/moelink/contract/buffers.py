@@ -38,7 +38,7 @@ from moelink.version import check_pair
 
 @dataclass(frozen=True)
 class EPBuffers:
-    """What ``ep_init`` gives a rank. ``W`` is the ranks that exchange: ``n_ranks``, or 1 with ``skip_a2a``.
+    """The result of ``ep_init`` on a rank. ``W`` is the ranks that exchange: ``n_ranks``, or 1 with ``skip_a2a``.
 
     Attributes:
         params: the parameters.
@@ -51,7 +51,7 @@ class EPBuffers:
             words ``moelink.memory.protocol`` names: calls made, programs arrived, ids refused, rows dropped, bytes
             moved.
         record: [16] int64 on the host: kernels describe errors in it, :meth:`raise_error` reads it.
-        errors: what reads it.
+        errors: its reader.
         memory: the blocks; closing them is the caller's.
         n_sms: SMs that launches keep to.
         spare: [G or W + 1] int32, where numbers go that nobody wants: of groups, and of messages, for dispatches over
@@ -61,9 +61,9 @@ class EPBuffers:
         starts: first byte of each group's recv buffer in a block.
         message_of_row: [most rows] int32: the message that each row came with, from a dispatch of many tokens to the
             launch that writes its scales.
-        network: what carries rows to other nodes; :meth:`close` ends it.
-        launcher: what launches kernels on this rank's device.
-        notes: what launches were given.
+        network: the carrier of rows to other nodes; :meth:`close` ends it.
+        launcher: the launcher of kernels on this rank's device.
+        notes: the arguments of launches.
     """
 
     params: EPParams
@@ -85,7 +85,7 @@ class EPBuffers:
     notes: CallNotes = field(default_factory=CallNotes, repr=False)
 
     def close(self) -> None:
-        """Carry to its end what is under way between nodes; before the blocks are closed. Safe to call twice."""
+        """Finish all transfers between nodes; before the blocks are closed. Safe to call twice."""
         self.network.close()
 
     @property
@@ -129,17 +129,17 @@ class EPBuffers:
     ) -> None:
         """Compile the launchers' kernels and load them onto the device, without running any or waiting for a rank.
 
-        Otherwise the first launch of each form compiles, which takes seconds, while peers wait for this rank; two ranks
-        on one device would wait for each other. Compiled are: dispatch of each input dtype, with and without router
-        weights that travel and with and without an input scale if the format takes one; combine with every kind of
-        weights that these parameters allow, and unreduced. A form that is not among them compiles at its first launch:
-        other dtypes, a Hook, tensors that do not begin at 16 bytes. Does nothing on CPUs.
+        Without it the first launch of each form compiles, which takes seconds, while peers wait for this rank; two
+        ranks on one device would wait for each other. Compiled are: dispatch of each input dtype, with and without
+        router weights that travel and with and without an input scale if the format takes one; combine with every kind
+        of weights that these parameters allow, and unreduced. A form that is not among them compiles at its first
+        launch: other dtypes, a Hook, tensors that do not begin at 16 bytes. Does nothing on CPUs.
 
         Args:
             input_dtypes: dtypes of ``input_tokens``; default the first that the format takes, bf16.
             id_dtypes: dtypes of ``topk_ids``: int32, int64.
             forms: "fused", "split" and "phases" (of ``combine_kernel``), those that you launch.
-            epilogues: what you pass as ``epilogue_fn``: a tensor for at least one token, or a Hook.
+            epilogues: the values that you pass as ``epilogue_fn``: a tensor for at least one token, or a Hook.
             shared: whether you pass ``shared=``.
 
         Raises:
@@ -170,7 +170,7 @@ class EPBuffers:
         raise_losses([losses], remedy="allocate more rows for output_tokens")
 
     def raise_error(self) -> None:
-        """Raise what the kernels that have run so far met; nothing is waited for.
+        """Raise the error of the kernels that have run so far; nothing is waited for.
 
         Raises:
             PeerTimeoutError: a peer did not arrive. These buffers are poisoned: every later launch returns at once.
@@ -295,9 +295,9 @@ def create_memory(
 ) -> SymmetricMemory:
     """Allocate a block of ``params.nbytes`` bytes on every rank, zero, for :func:`~moelink.contract.ep_init`.
 
-    Collective: the contract's ``ep.init`` allocates, too. Processes on GPUs use torch's symmetric memory, between nodes
-    NVSHMEM's, and processes on CPUs shared memory without a name. The block is the caller's: close ``ep`` first, then
-    it, on every rank. A process that drives all ranks uses ``moelink.memory.create_all``.
+    Collective, as the contract's ``ep.init``, which allocates. Processes on GPUs use torch's symmetric memory, between
+    nodes NVSHMEM's, and processes on CPUs shared memory without a name. The block is the caller's: close ``ep`` first,
+    then it, on every rank. A process that drives all ranks uses ``moelink.memory.create_all``.
 
     Args:
         params: of the launchers, the same on every rank.

@@ -47,8 +47,8 @@ class EPCombineKernel(LaunchFacts):
     A combine is :meth:`send_tokens_back`, :meth:`wait_for_all_arrivals`, with a fused shared expert
     :meth:`copy_shared_expert_outputs`, and :meth:`reduce_and_copy_to_output`, in this order on one stream. The result
     is bit for bit that of ``ep_fused_combine``, which does all of it in one launch. Phases are launched through
-    ``ep.combine_kernel``, or through a copy of it with other ``n_sms`` and ``num_threads``, which are what a phase is
-    launched with. In one process of several ranks on CPUs every rank makes one phase before any makes the next.
+    ``ep.combine_kernel``, or through a copy of it with other ``n_sms`` and ``num_threads``, with which a phase is
+    launched. In one process of several ranks on CPUs every rank makes one phase before any makes the next.
 
     Attributes:
         pre_reduce: as in :class:`EPParams`.
@@ -109,7 +109,7 @@ class EPCombineKernel(LaunchFacts):
         launched.
 
         Args:
-            ep: what ``ep_init`` returned.
+            ep: the result of ``ep_init``.
             input_tokens: [rows, hidden_size] of ``combine_dtype``: the tokens to be sent back. Unmodified until the
                 last phase.
             routing: stands for the contract's ``src_info``: filled by the dispatch that is combined.
@@ -169,7 +169,7 @@ class EPCombineKernel(LaunchFacts):
         the others become zero.
 
         Args:
-            ep: what ``ep_init`` returned.
+            ep: the result of ``ep_init``.
             input_tokens: [rows, hidden_size] of ``combine_dtype``: expert outputs; the first rows are those of the
                 shared expert.
             output_tokens: [T, hidden_size] of ``combine_dtype``, filled.
@@ -219,7 +219,8 @@ class EPCombineKernel(LaunchFacts):
         Args:
             ep, routing, atomic_counters, topk_ids: as in :meth:`wait_for_all_arrivals`.
             output_tokens: [T, hidden_size] or [T, top_k, hidden_size] of ``combine_dtype``, as in ``ep_fused_combine``.
-                With a fused shared expert it holds what :meth:`copy_shared_expert_outputs` stored, to which is added.
+                With a fused shared expert it holds the rows that :meth:`copy_shared_expert_outputs` stored, to which
+                the sums are added.
             pointers: ``ep.pointers[1]``; this rank's column of its middle row is the contract's ``recv_buf_p``.
             input_tokens: [rows, hidden_size] expert outputs, with ``skip_a2a`` only, where rows are read in place.
             router_weights: [T, top_k], the contract's ``router_weights_wrapper``.

@@ -1,6 +1,6 @@
 """One process that drives all ranks of a node: the contract's multi-device operations, for every format.
 
-Every argument but ``ep`` is what the launcher of one device takes, as a list with one entry per device. On GPUs each
+Every argument but ``ep`` is that of the launcher of one device, as a list with one entry per device. On GPUs each
 device gets one fused launch, all of them before the host waits for any. CPUs, and ranks that share a GPU, run launches
 one after the other, so there every rank's first half runs before any second half. The arguments of all devices are
 checked before the first launch: when one is refused, no device has launched anything, and the next call works.
@@ -121,8 +121,8 @@ def distributed_ep_combine(
 def _start(ep: Sequence[EPBuffers], prepared: Sequence[Prepared], *, in_turn: bool = False) -> None:
     """Launch on each device, once the arguments of all are checked.
 
-    Before that compile what is not compiled yet: to load a kernel may synchronise a device, where a kernel that runs
-    already would wait for one that this process has not launched.
+    Before that compile all that is not compiled yet: to load a kernel may synchronise a device, where a kernel that
+    runs already would wait for one that this process has not launched.
     """
     if len(ep) > 1 and ep[0].device.type == "cuda":
         for each, start in zip(ep, prepared, strict=True):

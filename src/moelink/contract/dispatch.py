@@ -271,7 +271,8 @@ class _Outputs:
         self._extents = {"capacity": rows, "scale_rows": scale_rows}
 
     def record(self, spec: DispatchSpec) -> DispatchOutputs:
-        """What the kernels fill. Where a launch of its own writes the scales, they note each row's message instead."""
+        """Return the record that the kernels fill. If a launch of its own writes the scales, they note each row's
+        message in their place."""
         if not spec.SCALES_LATER:
             return self._outputs
         return self._outputs._replace(scales=self._ep.message_of_row)

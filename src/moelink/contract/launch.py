@@ -38,7 +38,8 @@ def or_dummy(tensor: Tensor | None, dummy: Tensor) -> Tensor:
 
 
 def notes_of(ep: EPBuffers, routing: EPRouting) -> RoutingNotes:
-    """The caller's tensors, as kernels know them. What only a dispatch over a cached routing would read is not kept."""
+    """The caller's tensors, as kernels know them, without the part that only a dispatch over a cached routing would
+    read."""
     return RoutingNotes(routing.rows_of_message, routing.message_token, routing.received, ep.spare, routing.slot_of)
 
 
@@ -53,7 +54,7 @@ class Prepared(Protocol):
 
 
 class Launching(Protocol[P]):
-    """A launcher. Its ``prepare`` takes the same arguments, checks them, and returns what launches."""
+    """A launcher. Its ``prepare`` takes the same arguments, checks them, and returns a function that launches."""
 
     prepare: Callable[P, Prepared]
 
@@ -62,7 +63,7 @@ class Launching(Protocol[P]):
 
 
 def launching(prepare: Callable[P, Prepared]) -> Launching[P]:
-    """Make a launcher of a function that checks its arguments and returns what launches."""
+    """Make a launcher of a function that checks its arguments and returns a function that launches."""
 
     @wraps(prepare)
     def launcher(*args: P.args, **kwargs: P.kwargs) -> None:

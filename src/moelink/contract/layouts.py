@@ -49,7 +49,7 @@ def inside(name: str, value: int, size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFacts:
-    """Parameters of the kernel objects, and what follows from them.
+    """Parameters of the kernel objects, and the facts that follow from them.
 
     Attributes:
         num_threads: threads of a program, a multiple of ``warp_size`` up to 1024.
@@ -142,7 +142,7 @@ class LaunchFacts:
 
     @property
     def n_reduce_sms(self) -> int:
-        """CTAs of ``reduce_and_copy_to_output``, which sum what has arrived."""
+        """CTAs of ``reduce_and_copy_to_output``, which sum the rows that have arrived."""
         return self.n_sms - self.n_wait_sms
 
     @property

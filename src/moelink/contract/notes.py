@@ -1,7 +1,7 @@
 """The host's notes of the launchers' arguments, by which the second half of a pair is compared with the first.
 
 Launches do not synchronise, so nothing is read from a device. A launch that a CUDA graph captures may run again at any
-time; what it was given stays in the notes for as long as they live.
+time; its arguments stay in the notes for as long as these live.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Noted:
             self.latest = given
 
     def given(self) -> set[Given]:
-        """Return what the launch before may have been given: one thing, unless CUDA graphs captured others."""
+        """Return the possible arguments of the launch before: one record, unless CUDA graphs captured others."""
         return self.captured if self.latest is None else {*self.captured, self.latest}
 
 
@@ -74,12 +74,12 @@ class CallNotes:
         self.fewest_rows = rows if self.fewest_rows is None else min(rows, self.fewest_rows)
 
     def given(self, what: What, tensor: Tensor) -> set[Given]:
-        """Return what the latest such launch may have been given; nothing if there was none, or, of an arrival and a
+        """Return the possible arguments of the latest such launch; none if there was no launch, or, of an arrival and a
         copy, if a reduction has followed."""
         return self._noted.get(tensor.data_ptr(), {}).get(what, Noted()).given()
 
     def finish(self, slot_of: Tensor, output_tokens: Tensor) -> None:
-        """Note the reduction that the wait and the copy were for. What graphs captured stays."""
+        """Note the reduction that the wait and the copy were for. Notes of captured launches stay."""
         for what, tensor in (("arrival", slot_of), ("copy", output_tokens)):
             notes = self._noted[tensor.data_ptr()]
             noted = notes.pop(what, None)  # type: ignore[call-overload]

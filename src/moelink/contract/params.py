@@ -46,7 +46,7 @@ class EPParams:
             results are added. Ids stay global: in [0, :attr:`num_experts`).
         use_shmem: puts to ranks of other nodes. None means where there are any. False is refused where there are, and
             True where there are none: nothing would travel by a put.
-        pre_reduce: sum a token's rows on the expert's rank before they travel. False is what the contract does.
+        pre_reduce: sum a token's rows on the expert's rank before they travel. The contract has False.
         lamport: let sums of small calls travel without flags (``kernels.sync.lamport_slots``), as a communicator's do,
             where all sums of a call find room. That is faster, but ``EPCombineKernel`` does not describe where such
             sums are, and its phases are refused. Only with ``pre_reduce``, on one node, without ``skip_a2a``.

@@ -25,7 +25,7 @@ class TokenHandler:
     Each begins at a multiple of 16 bytes, as torch allocates it.
 
     Attributes:
-        output_tokens: [rows, width] of the payload dtype. Its rows are the capacity: what does not fit is dropped and
+        output_tokens: [rows, width] of the payload dtype. Its rows are the capacity: other rows are dropped and
             counted.
         output_scales: scales in the format's layout, or None for formats without.
         scales_offsets: [G] int32 for 128x4 scale tiles (NVFP4, MXFP8), else None.

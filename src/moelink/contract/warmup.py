@@ -127,7 +127,7 @@ def _combines(ep: EPBuffers, forms: Sequence[str], ids: Tensor, given: dict[str,
     out = torch.empty(len(ids), *slots, config.hidden_size, dtype=config.combine_dtype, device=ep.device)
     routing, pointers, counters = EPRouting.allocate(ep), ep.pointers[COMBINE], ep.atomic_counters[COMBINE]
     row = options["row_weights"]
-    ep.notes.add("dispatch", routing.slot_of, Given(len(ids), weighted=False))  # what the launchers compare with
+    ep.notes.add("dispatch", routing.slot_of, Given(len(ids), weighted=False))  # with which the launchers compare
     if "fused" in forms:
         yield ep_fused_combine.prepare(ep, out, counters, y, routing, pointers, ids, **options)
     if "split" in forms:

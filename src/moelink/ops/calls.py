@@ -1,7 +1,7 @@
 """Call the operators for a communicator's dispatch and combine: used when a tensor requires grad, or under a tracer.
 
 Everything here is plain Python over tensors, so that a tracer follows it through the operators. Requests and results
-are those of the direct path (:mod:`moelink.transports.base`); what an operator cannot do is refused here.
+are those of the direct path (:mod:`moelink.transports.base`); options that an operator does not have are refused here.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _finish(context: OperatorContext, request: CallRequest, operation: Pending[A
 
 
 def _checked(context: OperatorContext, request: CallRequest) -> CallRequest:
-    """Evaluate the hooks of ``request``, and refuse what an operator cannot do; peers learn of a refusal. A tracer
-    makes no call, and all ranks refuse alike under it."""
+    """Evaluate the hooks of ``request``, and refuse options that an operator does not have; peers learn of a refusal. A
+    tracer makes no call, and all ranks refuse alike under it."""
     if torch.compiler.is_compiling():
         return _check(context, request)
     return context.session.within(
@@ -116,7 +116,7 @@ def _finish_combine(context: OperatorContext, request: CombineRequest, operation
     recv = request.recv
     weights, home_weights = (recv.weights, recv.handle.topk_weights) if request.weigh else (None, None)
     carrier = recv.handle.carrier if context.static.quantised else recv.tokens
-    # What the operator does not multiply by may require grad when tokens do not.
+    # Weights by which the operator does not multiply may require grad when tokens do not.
     carried = recv.topk_weights if request.weigh or recv.weights is None else recv.weights
     if carried is not None and (carrier is None or not carrier.requires_grad):
         carrier = carried

@@ -124,7 +124,7 @@ class OperatorContext:
     Attributes:
         session: makes the communicator's own calls.
         gradients: the communicators that gradients travel over.
-        static: what is fixed, as constants for a tracer.
+        static: the fixed values, as constants for a tracer.
         world: this rank among its peers.
         name: the name by which operators find it in :data:`REGISTRY`.
         order: the tensor that its operators declare to write (:mod:`moelink.ops.library`).
@@ -212,7 +212,8 @@ class OperatorContext:
         topk_weights: Tensor | None,
         routing: DispatchOutput | None,
     ) -> DispatchOutput:
-        """Assemble what :meth:`flatten` returned, for a call with these arguments (the caller's ``topk_weights``)."""
+        """Assemble the tensors that :meth:`flatten` returned, for a call with these arguments (the caller's
+        ``topk_weights``)."""
         static = self.static
         weighted = topk_weights is not None
         present = {
@@ -263,7 +264,8 @@ class OperatorContext:
         home_weights: Tensor | None = None,
         session: Session | None = None,
     ) -> DispatchOutput:
-        """Rebuild from a record what combine and ``routing=`` read of a DispatchOutput, as an output of ``session``."""
+        """Rebuild from a record the part of a DispatchOutput that combine and ``routing=`` read, as an output of
+        ``session``."""
         row_offsets, src_info, num_recv_tokens, overflow, counts, *plan = record
         handle = DispatchHandle(
             owner=(session or self.session).identity,
@@ -302,7 +304,7 @@ class OperatorContext:
     def unpacked(self, recv: Any) -> Any:
         """Return ``recv`` with the transport's own plan in place of an operator's packed one.
 
-        What is no output of this communicator, or has no packed plan, is returned as it is.
+        An output of another communicator, or without a packed plan, is returned as it is.
         """
         if not isinstance(recv, DispatchOutput) or recv.handle.owner != self.static.owner:
             return recv

@@ -39,7 +39,7 @@ class Lanes:
     def open(cls, config: EPConfig, device: torch.device, world: World) -> Lanes:
         """Open ``config.lanes`` lanes of this rank of ``world``. Collective over it.
 
-        Raises: as :func:`moelink.transports.build.build_in_group`. What was opened is closed then.
+        Raises: as :func:`moelink.transports.build.build_in_group`. Lanes that were opened are closed then.
         """
         session = open_session(config, device, world)
         _log.info("rank %d of %d: transport %s on %s", config.rank, config.world_size, session.transport.name, device)

@@ -57,7 +57,7 @@ def pack_call(plan: CollectivePlan) -> Tensor:
 
 
 def unpack(tensors: tuple[Tensor, ...], config: EPConfig, *, transport: str) -> Any:
-    """Unpack what :func:`pack` returned; ``transport`` names the transport that made the plan."""
+    """Unpack the tensors that :func:`pack` returned; ``transport`` names the transport that made the plan."""
     if transport == "collective":
         words, call = tensors
         return _unpack_collective(words, int(call), config)

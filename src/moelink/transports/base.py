@@ -25,7 +25,7 @@ Phase = Literal["dispatch", "combine"]
 
 
 class DispatchOptions(TypedDict, total=False):
-    """The keywords of :meth:`moelink.Communicator.dispatch`, which says what they mean."""
+    """The keywords of :meth:`moelink.Communicator.dispatch`, which documents them."""
 
     scales: Tensor | None
     input_scale: Tensor | Hook | None
@@ -37,7 +37,7 @@ class DispatchOptions(TypedDict, total=False):
 
 
 class CombineOptions(TypedDict, total=False):
-    """The keywords of :meth:`moelink.Communicator.combine`, which says what they mean."""
+    """The keywords of :meth:`moelink.Communicator.combine`, which documents them."""
 
     reduce: bool
     epilogue: Tensor | Hook | None
@@ -195,7 +195,7 @@ class Pending(Protocol[T_co]):
 
     def wait(self) -> T_co:
         """Finish the operation (a device's current stream waits; the host does so only where the transport must) and
-        return its result, or raise what went wrong."""
+        return its result, or raise its error."""
 
 
 class Finished(Generic[T]):
@@ -260,7 +260,7 @@ class Transport(Protocol):
         """Poison this rank and its peers at once, and return the error that its later calls raise.
 
         ``failure`` names this rank after an exception that left a call half done or the ``with`` block, or the rank
-        that another transport of the same communicator has found at fault. What a peer has reported first counts.
+        that another transport of the same communicator has found at fault. The first report of a peer counts.
         """
 
     def warmup(self, num_sms: Sequence[int] = ()) -> None:
@@ -279,7 +279,7 @@ class Transport(Protocol):
         """Per local rank the on-device counters of both groups."""
 
     def open_trace(self) -> None:
-        """Let calls of the local ranks stamp what they do; UnsupportedError where they cannot."""
+        """Let calls of the local ranks stamp their phases; UnsupportedError where they cannot."""
 
     def close_trace(self) -> list[Tensor]:
         """Let calls stamp nothing more; return each local rank's buffer (``tracing.device.layout``) on the host."""

@@ -33,7 +33,7 @@ class Built:
     """One rank's part of a running communicator.
 
     Attributes:
-        transport: what moves its rows.
+        transport: the transport that moves its rows.
         identity: name of the communicator, the same on every rank.
         detector: finds the rank at fault when a call fails; None for one rank. The transport does not close it.
     """
@@ -49,7 +49,7 @@ def open_session(config: EPConfig, device: torch.device, world: World, fate: Fat
     ``fate``: that of the session that this one, a further lane or one for gradients, goes with. If a call of either
     meets a PeerTimeoutError, both have ended.
     """
-    with torch.inference_mode(False):  # calls write to what is made here, in any mode
+    with torch.inference_mode(False):  # calls in any mode write to the tensors that are made here
         built = build_in_group(config, device, world)
     return Session([config], [device], built.transport, built.identity, built.detector, fate)
 
@@ -126,7 +126,7 @@ def check_kernels() -> None:
     """Refuse an installation whose torch and Triton cannot run the kernels, before anything is allocated or sent.
 
     Raises:
-        UnsupportedError: names the release that is there and what is expected.
+        UnsupportedError: names the installed release and the expected ones.
     """
     # Not imported above, because not every platform has it.
     found = import_module("triton").__version__ if find_spec("triton") else None

@@ -1,4 +1,4 @@
-"""Hold what a communicator of one rank and one of many devices share: state, checks, and the transport.
+"""Hold the state, the checks and the transport that a communicator of one rank and one of many devices share.
 
 An exception may enter a call anywhere: a signal's handler, KeyboardInterrupt, MemoryError, a hook of the user. The
 session then leaves the rank's calls in step with its peers', or ends its part (:meth:`Session.unwind`). A call has
@@ -57,12 +57,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _STOP: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
-"""What torch ends a recomputation with once it has all that it needs. Where checkpointing had kept an operator's
-result, the operator did not run, so there was no call that could be refused."""
+"""The exception with which torch ends a recomputation once it has all that it needs. If checkpointing had kept an
+operator's result, the operator did not run, so there was no call that could be refused."""
 
 
 class Fate:
-    """What ends the sessions of one communicator together: those of its lanes and those that gradients travel over.
+    """The error that ends the sessions of one communicator together: those of its lanes and those that gradients travel
+    over.
 
     Attributes:
         error: the first PeerTimeoutError that a call of any of them met; all later calls raise it.
@@ -83,7 +84,7 @@ class PendingOperation(Generic[T]):
 
     def __init__(self, session: Session, phase: Phase, operation: Pending[T], given: object) -> None:
         self._session, self._phase, self._operation = session, phase, operation
-        # Only this object refers to what hooks returned, and the call may read it on a stream of its own.
+        # Only this object refers to the tensors that hooks returned, and the call may read it on a stream of its own.
         self._given: object = given
         self._result: list[T] = []
         self._failure: BaseException | None = None
@@ -97,7 +98,7 @@ class PendingOperation(Generic[T]):
         """Return the result, the same as the synchronous call's. May be called again. Raises the call's error, if any.
 
         Raises:
-            ClosedError: the communicator was closed before, and with it what the call needs.
+            ClosedError: the communicator was closed before, with the memory that the call needs.
         """
         if self._failure is not None:
             raise self._failure.with_traceback(None)
@@ -125,7 +126,8 @@ class PendingOperation(Generic[T]):
 
 @dataclasses.dataclass(frozen=True)
 class _Started:
-    """A pending call: what finishes it, the object by which the caller does, and for errors where it was started."""
+    """A pending call: the operation that finishes it, the object by which the caller does, and for errors the place in
+    which it was started."""
 
     operation: Pending[Any]
     holder: weakref.ref[PendingOperation[Any]]
@@ -247,7 +249,7 @@ class Session:
             self._finish_dropped(phase)
 
     def _finish_dropped(self, phase: Phase) -> None:
-        """Finish a call that was dropped without wait(), or raise what makes the next one impossible."""
+        """Finish a call that was dropped without wait(), or raise the error that makes the next one impossible."""
         if self.closed:
             self.complete = True
             raise ClosedError(phase)
@@ -265,7 +267,7 @@ class Session:
         except PeerTimeoutError:
             self.complete = True
             raise
-        except Exception:  # noqa: BLE001, S110 - whoever dropped the result has dropped its error
+        except Exception:  # noqa: BLE001, S110 - with its result the caller dropped its error
             pass
         self.forget(phase, started.operation)
 
@@ -286,7 +288,7 @@ class Session:
             self.complete = True
             return
         waiting, complete = self._waiting, self.complete
-        # A call that goes on is half done, too, where the caller has nothing left to wait for it with.
+        # A call that goes on is also partly sent if the caller has no object left by which to wait for it.
         partly_sent = self.transport.partly_sent or (waiting is not None and not waiting.over)
         self.transport.partly_sent, self.complete, self._waiting = False, True, None
         if isinstance(error, PeerTimeoutError):
@@ -298,7 +300,7 @@ class Session:
             self.transport.partly_sent = False
 
     def _end(self, error: PeerTimeoutError) -> None:
-        """Make all later calls raise ``error``, those of the other sessions as well, and tell their peers."""
+        """Make all later calls raise ``error``, with those of the other sessions, and tell their peers."""
         if self.fate.error is not None:
             return
         self.fate.error = error
@@ -311,7 +313,8 @@ class Session:
         return Failure(self.configs[0].rank, phase, call, expected=call, got=how)
 
     def end(self, cause: PeerTimeoutError | None) -> PeerTimeoutError:
-        """End the communicator for what failed outside of its calls, and tell the peers; returns what it raises now.
+        """End the communicator for a failure outside of its calls, and tell the peers; return the error that it raises
+        now.
 
         ``cause`` names the rank at fault, or nobody (-1), and so do all ranks then; None: an exception came over this
         rank when peers counted on it.

@@ -7,7 +7,7 @@ One rank's call is a generator (``wire.Steps``): it yields the counts and rows f
 ``transport``  the transport: starts calls on a wire, and counts lost rows and ids out of range
 ``dispatch``   the generator of one rank's dispatch
 ``combine``    the generator of one rank's combine
-``plan``       what a dispatch learns about the routing, for combine and for ``routing=``
+``plan``       the routing as a dispatch has learnt it, for combine and for ``routing=``
 ``outputs``    lays received messages out as a DispatchOutput, and keeps staging memory between calls
 ``sums``       the sums of a combine, in a fixed order
 =============  =================================================================================

@@ -95,7 +95,7 @@ class LockstepWire:
 
 
 def _what(request: Announce | Learn | Transfer) -> str:
-    """Say in words all that must be alike on all ranks: the step, and of an announcement what is chosen with it."""
+    """Say in words all that must be alike on all ranks: the step, and the choices of an announcement."""
     if not isinstance(request, Announce):
         return type(request).__name__
     over = f" over dispatch {request.origin}" if request.origin else ""

@@ -40,7 +40,7 @@ class CollectivePlan:
     """Messages and the rows they fill.
 
     Attributes:
-        messages: what was sent and received.
+        messages: the messages that were sent and received.
         rows: rows of the "expert" layout before capacity, those of the "masked" layout that fit, None for layout
             "rank".
         row_offsets: [num_groups + 1] int64, before capacity.

@@ -45,7 +45,7 @@ class Dispatch:
 
     Attributes:
         passes: its launches of a half, one.
-        output: what it fills.
+        output: the output that it fills.
     """
 
     passes = (0,)
@@ -146,7 +146,8 @@ class Dispatch:
         return flat
 
     def _rows_of(self, out: DispatchOutput) -> tuple[Tensor, Tensor | None]:
-        """Return where the receiver role stores rows, and their scales or what the scale kernel needs."""
+        """Return the tensor in which the receiver role stores rows, and that of their scales or of the numbers that
+        the scale kernel needs."""
         if out.rows_in_place is not None:
             return self.rank.table, None
         return out.tokens, out.scales if self.launch_plan.layout is None else self.rank.message_of_row

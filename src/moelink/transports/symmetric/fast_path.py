@@ -15,7 +15,7 @@ On a CPU, where kernels are interpreted, it makes the ordinary objects of a call
 
 The fast path takes plain requests whose tensors need no gradient, while nothing is traced. It answers None to any
 other, before anything has happened, and the caller makes the call in the ordinary way. It learns a kind from the first
-ordinary call of that kind. What it does for a call, and in which order, is what the session and the transport do: up
+ordinary call of that kind. It takes the steps of the session and the transport in their order: up
 to its launch an exception, such as that there is no memory for the output, is told to the peers as a refusal.
 """
 
@@ -79,7 +79,7 @@ class Prepared(Protocol):
 
     @property
     def launch(self) -> Callable[[int], None]:
-        """A function that launches what was prepared, on a stream."""
+        """A function that launches the prepared call on a stream."""
 
 
 class _Direct:
@@ -87,7 +87,7 @@ class _Direct:
 
     Attributes:
         direct, count: the kernel of both roles, its parameters, and its CTAs.
-        launch: launches what was prepared on a stream.
+        launch: launches the prepared call on a stream.
     """
 
     def __init__(self, direct: DirectKernel, count: int, inside: Iterable[tuple[int, int]]) -> None:
@@ -170,7 +170,7 @@ class PreparedForInterpreter:
         return self._call.output
 
     def launch(self, stream: int) -> None:
-        """Launch what was prepared."""
+        """Launch the prepared call."""
         call, self._call = self._call, None
         assert call is not None
         call.send_and_receive(0)
@@ -292,7 +292,8 @@ class SymmetricFastPath:
 
 
 def kind_of_call(request: CallRequest) -> Any:
-    """Return what calls of one kind have in common, or None if the call of ``request``, which is plain, has no kind."""
+    """Return the key that calls of one kind have in common, or None if the call of ``request``, which is plain, has no
+    kind."""
     if type(request) is DispatchRequest:
         x, ids, weights, bound = request.x, request.topk_ids, request.topk_weights, request.max_tokens
         if type(x) is not Tensor or type(ids) is not Tensor or not (bound is None or type(bound) is int):

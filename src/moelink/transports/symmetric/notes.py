@@ -41,7 +41,7 @@ class SymmetricNotes:
 
     Attributes:
         own: ``received`` of a call over cached routing. Such a call writes only this part for itself; it shares and
-            only reads the others. None where ``notes`` holds this part, too.
+            only reads the others. None if ``notes`` also holds this part.
     """
 
     __slots__ = ("_layout", "_memory", "_words", "own")

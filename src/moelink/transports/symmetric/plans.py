@@ -24,7 +24,8 @@ from moelink.transports.symmetric.rank import Rank
 
 @dataclass(frozen=True, eq=False)  # two plans are never equal, and to hash one is to hash its address
 class LaunchPlan:
-    """All that dispatches of one kind have in common, decided once. Otherwise it would take most of a call's host time.
+    """All that dispatches of one kind have in common, decided once. To decide it at each call would take most of the
+    call's host time.
 
     Attributes:
         send, receive, both, layout: the compiled kernels; the last one is the scale kernel, where a call has one.

@@ -40,7 +40,7 @@ P = TypeVar("P")
 
 def _guard(rank: Rank) -> AbstractContextManager[None]:
     """Return a context in which, in debug mode, interpreted kernels may touch only the regions of the blocks, their
-    arguments, and what their words hold the addresses of."""
+    arguments, and the memory whose addresses their words hold."""
     if not DEBUG.is_on():
         return nullcontext()
     from moelink.memory.bounds import AccessRange, guard_accesses, region_ranges
@@ -178,7 +178,7 @@ class Rank:
         return self._plans[key]  # type: ignore[no-any-return]
 
     def open_trace(self) -> None:
-        """Let calls stamp what they do, from the next one on.
+        """Let calls stamp their phases, from the next one on.
 
         Raises:
             UnsupportedError: kernels cannot be traced here.
@@ -201,7 +201,8 @@ class Rank:
         return spec if self.trace is None else self.trace.in_form(spec)
 
     def within(self, num_sms: int | None) -> tuple[EPConfig, Workspace, Callable[..., CompiledKernel]]:
-        """Return what the launch plan of a call is made of: its settings, its workspace, and what prepares its kernels.
+        """Return the parts of a call's launch plan: its settings, its workspace, and the function that prepares
+        kernels.
 
         ``num_sms``: the SM limit of the call, or None for that of the communicator. The workspace has the same layout.
         """
@@ -213,8 +214,8 @@ class Rank:
     def launching(self, *, own_stream: bool) -> AbstractContextManager[None]:
         """Return a context for launches after all earlier calls. On CUDA it sets the device and the stream.
 
-        ``own_stream``: on this rank's own stream, forked from the current one, so that what the caller launches next
-        runs beside it until :meth:`join`. Otherwise on the current stream, unless calls are still under way on the own
+        ``own_stream``: on this rank's own stream, forked from the current one, so that the caller's next launches
+        run beside it until :meth:`join`. If false, on the current stream, unless calls are still under way on the own
         one.
         """
         return nullcontext() if self.can_continue(own_stream=own_stream) else self._ordered(own_stream=own_stream)

@@ -307,7 +307,7 @@ class SymmetricTransport:
         """Poison the local ranks and their peers, and return the error.
 
         Peers wait in kernels, which see their own block alone, so a kernel of this rank tells them. They ask the
-        failure detector about what it says, so the detector hears first: then all ranks name the same cause.
+        failure detector about its words, so the detector hears first: then all ranks name the same cause.
         """
         if self._detector is not None and self.ranks[0].config.mode == "alltoall":
             failure = self._detector.declare(failure)
@@ -384,7 +384,7 @@ class SymmetricTransport:
         return [(rank.control, rank.control) for rank in self.ranks]
 
     def open_trace(self) -> None:
-        """Let calls of the local ranks stamp what they do. Raises as :meth:`Rank.open_trace`."""
+        """Let calls of the local ranks stamp their phases. Raises as :meth:`Rank.open_trace`."""
         for rank in self.ranks:
             rank.open_trace()
 
