@@ -16,16 +16,7 @@ from moelink.config import EPConfig
 from moelink.control.exchange import Peers
 from moelink.control.group import World
 from moelink.control.process import OfThisProcess
-from moelink.control.recovery import (
-    LINGER_SECONDS,
-    check_survivors,
-    config_of_survivors,
-    go_on,
-    named_as_before,
-    regroup,
-)
-from moelink.control.surroundings import ProcessSurroundings
-from moelink.errors import ArgumentError, ClosedError, PeerTimeoutError, StateError
+from moelink.errors import ArgumentError, PeerTimeoutError, StateError
 from moelink.hooks import Hook
 from moelink.ops.lanes import Lanes
 from moelink.output import DispatchOutput
@@ -50,7 +41,10 @@ T = TypeVar("T")
 
 def open_communicator(config: EPConfig, device: torch.device, world: World) -> Communicator:
     """Make the communicator of this rank of ``world``, with all its lanes. Collective over it."""
-    lanes = Lanes.open(config, device, world)
+    return _communicator_of(Lanes.open(config, device, world))
+
+
+def _communicator_of(lanes: Lanes) -> Communicator:
     further = [Communicator(Lanes([lane]), number=number) for number, lane in enumerate(lanes.contexts) if number]
     return Communicator(lanes, further)
 
@@ -379,31 +373,7 @@ class Communicator(OfThisProcess):
             StateError: this is a lane other than lane 0.
         """
         self._require_lane_0("recover")
-        self._session.guard.require_own_process("recover")
-        detector = self._session.detector
-        if self._session.closed and (detector is None or detector.closed):
-            raise ClosedError("recover")
-        survivors = check_survivors(ranks, self.config)
-        config = config_of_survivors(self.config, survivors)
-        world = World(rank=0, world_size=1)
-        around = ProcessSurroundings(detector) if detector is not None else None
-        if around is not None and detector is not None:
-            if detector.left_out is not None:
-                raise detector.left_out
-            if len(survivors) > 1:
-                try:
-                    world = regroup(around, survivors, self.config.timeout)
-                except PeerTimeoutError as error:
-                    detector.left_out = error if error.peer == error.rank else None
-                    raise
-        # Memory and SMs of the old generation make room for the new one.
-        self._lanes.release()
-        with named_as_before(around, survivors):
-            recovered = open_communicator(config, self.device, world)
-        if around is not None and detector is not None:
-            go_on(around, survivors)
-            self._lanes.close_detectors(after=3 * self.config.timeout + LINGER_SECONDS)
-        return recovered
+        return _communicator_of(self._lanes.recover(ranks))
 
     def close(self) -> None:
         """Release everything moelink made, never the caller's process groups. A second call does nothing.

@@ -17,7 +17,8 @@ from moelink.hooks import Hook
 from moelink.output import DispatchOutput
 from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Traffic
 from moelink.transports.build import build_in_process
-from moelink.transports.session import PendingOperation, Session
+from moelink.transports.pending import PendingOperation
+from moelink.transports.session import Session
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -27,6 +27,7 @@ from moelink.tracing.device.layout import ROLES
 from moelink.tracing.records import read_rows, rows_of
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.symmetric import combine as combining
+from moelink.transports.symmetric import refusal
 from moelink_testing import Scheduler
 from tests.support.cases import Result, Setup
 from tests.support.protocol_runs import (
@@ -302,7 +303,7 @@ def test_launches_of_a_refusal_have_a_slot_for_each_row(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(rank.launcher, "kernel", kernel)
     monkeypatch.setattr(rank.launcher, "launch", lambda *args: None)
-    combining.refuse_combine(rank)
+    refusal.refuse_combine(rank)
     for function in (combining.kernels.ep_combine_async_kernel, combining.kernels.ep_combine_wait_kernel):
         assert made[function].LAMPORT_TOKENS > 0
         assert made[function].LAMPORT_RANKS == WORLD - made[function].OWN_ROWS_STAY

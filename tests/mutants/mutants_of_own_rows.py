@@ -77,7 +77,7 @@ OF_OWN_ROWS = (
     Mutant("own rows of split and fused calls travel", "transports/symmetric/combine.py",
            "spec = with_own_rows(rank.in_form(spec), workspace, rank.device)", "spec = rank.in_form(spec)",
            "kernels/test_own_rows.py::test_a_rank_stores_nothing_in_its_own_block[flags-split]"),
-    Mutant("the launches of a refusal are those of calls whose own rows travel", "transports/symmetric/combine.py",
+    Mutant("the launches of a refusal are those of calls whose own rows travel", "transports/symmetric/refusal.py",
            "    spec = with_own_rows(spec, rank.workspace, rank.device)\n", "",
            "kernels/test_own_rows.py::test_launches_of_a_refusal_have_a_slot_for_each_row"),
     Mutant("CTAs are those of own rows that stay, their shares of others", "transports/symmetric/combine.py",

@@ -19,6 +19,7 @@ PACKAGE = Path(moelink.__file__).parent
 TEXT = (PACKAGE.parents[1] / "ARCHITECTURE.md").read_text()
 ROW = re.compile(r"^\| \d+ \| `([\w/]+\.py)` \| `([\w.]+)` \|", re.M)
 MOST_FILES = 10
+MOST_LINES = 4146
 SPLIT = {"dispatch": "receive", "combine": "gather_home"}
 """The first function of each way that runs in the peer's launch, beside the functions before it."""
 
@@ -40,6 +41,12 @@ def test_the_named_functions_exist(phase: str) -> None:
             kinds = (ast.ClassDef, ast.FunctionDef)
             body = next((node for node in body.body if isinstance(node, kinds) and node.name == part), None)
             assert body is not None, f"{file} has no {name}"
+
+
+def test_the_files_of_both_ways_are_read_in_an_afternoon() -> None:
+    files = {file for phase in SPLIT for file, _ in hops(phase)}
+    lines = sum(len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) for file in files)
+    assert lines <= MOST_LINES, f"expected at most {MOST_LINES} lines, got {lines}; move special forms out of the path"
 
 
 @pytest.mark.quick("both ways are short")

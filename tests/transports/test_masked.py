@@ -16,6 +16,7 @@ from moelink.kernels.launch.launcher import Launcher
 from moelink.output import OutputShape
 from moelink.testing import assert_bitwise_equal
 from moelink.transports.symmetric.rank import Rank
+from moelink.transports.symmetric.warmup import prepare_calls
 from tests.support.cases import FIELDS, Case, Setup, check_rows, rows_of_scales, used_rows
 from tests.support.symmetric_ranks import dispatch_requests, one_process
 
@@ -176,7 +177,7 @@ def test_warmup_makes_calls_of_this_layout(monkeypatch):
     monkeypatch.setattr(Launcher, "launch", lambda _, kernel, __, numbers, *___: made.append((kernel.S, numbers)))
     monkeypatch.setattr(Rank, "grant_credits", lambda _: None)
     transport = one_process(masked("nvfp4", num_experts=4, max_tokens_per_rank=2).fields, 1)
-    transport._prepare(transport.ranks[0], None)
+    prepare_calls(transport.ranks[0], None)
     assert {bool(spec.MASKED) for spec, _ in made if isinstance(spec, DispatchSpec)} == {True}
     assert {bool(spec.SCALES_LATER) for spec, _ in made if isinstance(spec, DispatchSpec)} == {False}
     assert {numbers.y_rows for spec, numbers in made if not isinstance(spec, DispatchSpec)} == {4 * 128}

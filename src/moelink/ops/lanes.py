@@ -1,4 +1,4 @@
-"""Open the lanes of a communicator, and apply operations on the communicator to all of them.
+"""Open the lanes of a communicator, apply operations on the communicator to all of them, and open those of survivors.
 
 A lane is a session with connections and, on the symmetric transport, a block of memory of its own, so that a call in it
 may be in flight beside one of the same phase in another lane. Lanes share their fate
@@ -11,13 +11,23 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
 
 from moelink.config import EPConfig
 from moelink.control.group import World, meet_again
+from moelink.control.recovery import (
+    LINGER_SECONDS,
+    check_survivors,
+    config_of_survivors,
+    go_on,
+    named_as_before,
+    regroup,
+)
+from moelink.control.surroundings import ProcessSurroundings
+from moelink.errors import ClosedError, PeerTimeoutError
 from moelink.ops.context import OperatorContext
 from moelink.transports.base import Traffic
 from moelink.transports.build import open_session
@@ -77,11 +87,36 @@ class Lanes:
             lane.gradients.close()
             lane.session.release()
 
-    def close_detectors(self, after: float) -> None:
-        """Stop answering probes, ``after`` seconds from now."""
-        for lane in self.contexts:
-            if lane.session.detector is not None:
-                lane.session.detector.close(after=after)
+    def recover(self, ranks: Iterable[int]) -> Lanes:
+        """Open the lanes of the survivors' communicator (:meth:`moelink.Communicator.recover`), and release these."""
+        session = self.contexts[0].session
+        own, detector = session.configs[0], session.detector
+        session.guard.require_own_process("recover")
+        if session.closed and (detector is None or detector.closed):
+            raise ClosedError("recover")
+        survivors = check_survivors(ranks, own)
+        config = config_of_survivors(own, survivors)
+        world = World(rank=0, world_size=1)
+        around = ProcessSurroundings(detector) if detector is not None else None
+        if around is not None and detector is not None:
+            if detector.left_out is not None:
+                raise detector.left_out
+            if len(survivors) > 1:
+                try:
+                    world = regroup(around, survivors, own.timeout)
+                except PeerTimeoutError as error:
+                    detector.left_out = error if error.peer == error.rank else None
+                    raise
+        # Memory and SMs of the old generation make room for the new one.
+        self.release()
+        with named_as_before(around, survivors):
+            recovered = Lanes.open(config, session.devices[0], world)
+        if around is not None:
+            go_on(around, survivors)
+            for lane in self.contexts:
+                if lane.session.detector is not None:
+                    lane.session.detector.close(after=3 * own.timeout + LINGER_SECONDS)
+        return recovered
 
     def close(self) -> None:
         """Release everything, even if one lane raises. A second call does nothing."""

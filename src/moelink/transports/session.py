@@ -23,11 +23,9 @@ further call.
 from __future__ import annotations
 
 import dataclasses
-import sys
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -45,13 +43,20 @@ from moelink.errors import (
     PeerLostError,
     PeerTimeoutError,
     PendingError,
-    UnsupportedError,
 )
-from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.output import DispatchOutput
 from moelink.transports.base import CallRequest, DispatchRequest, FastPath, Finished, Pending, Phase, Traffic, Transport
 from moelink.transports.guard import Guard
-from moelink.transports.validation import check_ids, check_num_sms, check_request, check_rows_are_there, kind_of
+from moelink.transports.pending import PendingOperation, Started
+from moelink.transports.validation import (
+    check_ids,
+    check_num_sms,
+    check_request,
+    check_rows_are_there,
+    kind_of,
+    refuse_gradients,
+    without_hooks,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -73,65 +78,6 @@ class Fate:
     def __init__(self) -> None:
         self.error: PeerTimeoutError | None = None
         self.sessions: list[Session] = []
-
-
-class PendingOperation(Generic[T]):
-    """A dispatch or combine under way, as ``dispatch_async`` and ``combine_async`` return it.
-
-    Inputs must stay alive and unmodified until :meth:`wait` has returned. One that is dropped without :meth:`wait` is
-    finished by the next call of its kind, which drops its result and its error.
-    """
-
-    def __init__(self, session: Session, phase: Phase, operation: Pending[T], given: object) -> None:
-        self._session, self._phase, self._operation = session, phase, operation
-        # Only this object refers to the tensors that hooks returned, and the call may read it on a stream of its own.
-        self._given: object = given
-        self._result: list[T] = []
-        self._failure: BaseException | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether the call has ended."""
-        return self._operation.over
-
-    def wait(self) -> T:
-        """Return the result, the same as the synchronous call's. May be called again. Raises the call's error, if any.
-
-        Raises:
-            ClosedError: the communicator was closed before, with the memory that the call needs.
-        """
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
-        if self._result:
-            return self._result[0]
-        session = self._session
-        session.guard.enter(self._phase)
-        try:
-            if session.closed:
-                raise ClosedError(self._phase)
-            session.raise_fate()
-            result = self._operation.wait()
-            session.forget(self._phase, self._operation)
-            self._result, self._given = [result], None
-        except BaseException as error:
-            session.unwind(self._phase, error)
-            if self._operation.over or isinstance(error, PeerError):  # else it may be waited for again
-                self._failure = session.fate.error or error
-                session.forget(self._phase, self._operation)
-            raise
-        finally:
-            session.guard.leave()
-        return result
-
-
-@dataclasses.dataclass(frozen=True)
-class _Started:
-    """A pending call: the operation that finishes it, the object by which the caller does, and for errors the place in
-    which it was started."""
-
-    operation: Pending[Any]
-    holder: weakref.ref[PendingOperation[Any]]
-    words: str
 
 
 class Session:
@@ -161,7 +107,7 @@ class Session:
         self.transport, self.detector = transport, detector
         self.guard, self.fate = Guard(), fate or Fate()
         self.fate.sessions.append(self)
-        self._pending: dict[Phase, _Started] = {}
+        self._pending: dict[Phase, Started] = {}
         self._checked: set[Hashable] = set()
         self._phase: Phase = "dispatch"
         self._waiting: Pending[Any] | None = None
@@ -178,8 +124,8 @@ class Session:
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
                 self._check(config, device, request)
                 if gradients:
-                    _refuse_gradients(*request.differentiable)
-            requests = [_without_hooks(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
+                    refuse_gradients(*request.differentiable)
+            requests = [without_hooks(*each) for each in zip(self.configs, self.devices, requests, strict=True)]
             self.transport.partly_sent = self.complete = True
             begin: Callable[..., Pending[list[Any]]] = getattr(self.transport, phase)
             operation = begin(requests, fused=fused)
@@ -342,8 +288,13 @@ class Session:
     def _started(self, phase: Phase, operation: Pending[T], given: object) -> PendingOperation[T]:
         pending = PendingOperation(self, phase, operation, given)
         call = "" if self.detector is None else f"call {self.detector.probe_server.call}, "
-        self._pending[phase] = _Started(operation, weakref.ref(pending), f"{call}started at {_caller()}")
+        self._pending[phase] = Started.of(operation, pending, call)
         return pending
+
+    def failure_after(self, error: BaseException) -> BaseException:
+        """Return the error that later waits of a call raise after ``error``: the one that has ended the communicator,
+        or that."""
+        return self.fate.error or error
 
     def forget(self, phase: Phase, operation: object) -> None:
         """Note that ``operation`` is no longer pending."""
@@ -410,39 +361,3 @@ class Session:
         finally:
             if self.detector is not None:
                 self.detector.close()
-
-
-def _caller() -> str:
-    """Return the file and line of the innermost frame outside this package and torch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("moelink", "torch"):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _without_hooks(config: EPConfig, device: torch.device, request: CallRequest) -> CallRequest:
-    """Return ``request`` with the values of its hooks, which may be refused as any argument may."""
-    weights = request.topk_weights
-    if isinstance(weights, Hook):
-        tokens = request.x.shape[0] if isinstance(request, DispatchRequest) else request.recv.handle.num_tokens
-        request = dataclasses.replace(request, topk_weights=_evaluated(config, device, weights, tokens))
-    if isinstance(request, DispatchRequest) and isinstance(request.input_scale, Hook):
-        request = dataclasses.replace(request, input_scale=evaluate_input_scale(request.input_scale, device=device))
-    return request
-
-
-def _evaluated(config: EPConfig, device: torch.device, weights: Hook, num_tokens: int) -> Tensor | None:
-    with torch.no_grad():
-        return evaluate_weights(
-            weights, num_tokens=num_tokens, topk=config.topk, device=device, dtype=config.weight_dtype
-        )
-
-
-def _refuse_gradients(*values: object) -> None:
-    """Refuse tensors that require grad: they belong to :mod:`moelink.ops`. A graph that ended here silently would train
-    wrongly."""
-    if any(isinstance(value, Tensor) and value.requires_grad for value in values):
-        raise UnsupportedError(
-            "init_devices: expected tensors without gradients, got one that requires grad; use moelink.init in one "
-            "process per rank, or pass detached tensors"
-        )

@@ -5,6 +5,7 @@ Every refusal is an ArgumentError that names the argument, the expected value an
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Iterable
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from moelink.arguments import check_tensor
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, ForeignHandleError, UnsupportedError
-from moelink.hooks import Hook
+from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
 from moelink.memory.layout import ALIGNMENT
 from moelink.output import DispatchOutput, shape_of_outputs, version_of
 from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest
@@ -311,3 +312,31 @@ def _check_unreduced(config: EPConfig, request: CombineRequest) -> None:
         if getattr(request, name) is not None:
             given = type(getattr(request, name)).__name__
             raise ArgumentError(name, "None with reduce=False (rows are returned as they are)", f"a {given}")
+
+
+def without_hooks(config: EPConfig, device: torch.device, request: CallRequest) -> CallRequest:
+    """Return ``request`` with the values of its hooks, which may be refused as any argument may."""
+    weights = request.topk_weights
+    if isinstance(weights, Hook):
+        tokens = request.x.shape[0] if isinstance(request, DispatchRequest) else request.recv.handle.num_tokens
+        request = dataclasses.replace(request, topk_weights=_evaluated(config, device, weights, tokens))
+    if isinstance(request, DispatchRequest) and isinstance(request.input_scale, Hook):
+        request = dataclasses.replace(request, input_scale=evaluate_input_scale(request.input_scale, device=device))
+    return request
+
+
+def _evaluated(config: EPConfig, device: torch.device, weights: Hook, num_tokens: int) -> Tensor | None:
+    with torch.no_grad():
+        return evaluate_weights(
+            weights, num_tokens=num_tokens, topk=config.topk, device=device, dtype=config.weight_dtype
+        )
+
+
+def refuse_gradients(*values: object) -> None:
+    """Refuse tensors that require grad: they belong to :mod:`moelink.ops`. A graph that ended here silently would train
+    wrongly."""
+    if any(isinstance(value, Tensor) and value.requires_grad for value in values):
+        raise UnsupportedError(
+            "init_devices: expected tensors without gradients, got one that requires grad; use moelink.init in one "
+            "process per rank, or pass detached tensors"
+        )

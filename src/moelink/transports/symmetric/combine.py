@@ -15,8 +15,7 @@ from moelink.kernels.launch.constants import combine_spec
 from moelink.kernels.launch.grid import combine_launch, combine_numbers
 from moelink.kernels.launch.launcher import CompiledKernel
 from moelink.kernels.launch.own_rows import with_own_rows
-from moelink.kernels.records import CombineInputs, CombineNumbers, CombineOutputs, RoutingNotes
-from moelink.memory.protocol import STATUS_ABORT
+from moelink.kernels.records import CombineInputs, CombineNumbers, CombineOutputs
 from moelink.output import Blank
 from moelink.transports.base import CombineRequest
 from moelink.transports.symmetric.rank import Rank
@@ -191,21 +190,3 @@ class Combine:
         columns = torch.arange(total.shape[1], device=total.device)[None, :]
         hook.torch_fn(hook.tensors, token, columns, total, torch.ones_like(total, dtype=torch.bool))
         return self.request.out if self.request.out is not None else hook.tensors[0]
-
-
-def refuse_combine(rank: Rank) -> None:
-    """Take part in a combine that this rank refuses: send only the word that it does."""
-    spec = combine_spec(rank.workspace, rank.device, row_weights=False, home_weights=False)
-    spec = with_own_rows(spec, rank.workspace, rank.device)
-    if spec.ALLREDUCE:
-        return
-    how: Any = {"S": spec, "launch": combine_launch(rank.workspace, rank.device, 0, sums=True)}
-    numbers = combine_numbers(rank, 0, status=STATUS_ABORT)._replace(programs=1)
-    kernel, nothing = rank.launcher.kernel, rank.nothing
-    inputs, notes = CombineInputs(*[nothing] * 6), RoutingNotes(*[nothing] * 5)
-    outputs = CombineOutputs(nothing, (nothing,))
-    send = kernel(kernels.ep_combine_async_kernel, 1 + spec.COLLECTORS, **how)
-    receive = kernel(kernels.ep_combine_wait_kernel, 1, **how)
-    rank.launcher.launch(send, lambda _: (inputs, notes), numbers._replace(programs=send.programs))
-    rank.launcher.launch(receive, lambda _: (inputs, outputs, notes), numbers)
-    rank.grant_credits()

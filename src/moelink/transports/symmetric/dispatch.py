@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from moelink.hooks import evaluate_input_scale, evaluate_weights
-from moelink.kernels.dispatch import kernel as kernels
-from moelink.kernels.launch.constants import dispatch_spec
-from moelink.kernels.launch.grid import dispatch_launch, dispatch_numbers
 from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs, RoutingNotes
 from moelink.lease import RowsInPlace
 from moelink.memory.layout import as_bytes
-from moelink.memory.protocol import STATUS_ABORT
 from moelink.output import DispatchHandle, DispatchOutput, replace_fields, shape_of_outputs, version_at_dispatch
 from moelink.transports.base import DispatchRequest
 from moelink.transports.symmetric.notes import SymmetricNotes
@@ -231,23 +227,3 @@ class Dispatch:
             weights=cut(out.weights), topk_ids=cut(out.topk_ids), topk_weights=cut(out.topk_weights),
             host_counts=counted,
         )  # fmt: skip
-
-
-def refuse_dispatch(rank: Rank) -> None:
-    """Take part in a dispatch that this rank refuses: send only the word that it does.
-
-    A call over cached routing is refused in the same way: its peers wait only for words that a counting call also
-    sends.
-    """
-    config, kernel = rank.config, rank.launcher.kernel
-    spec = dispatch_spec(
-        rank.workspace, rank.device, input_dtype=config.format.payload_dtype, quantized=True, weights=False
-    )
-    launch = dispatch_launch(config, rank.device, 0, encodes=False)
-    numbers = dispatch_numbers(rank, 0, status=STATUS_ABORT)._replace(programs=1)
-    send = kernel(kernels.ep_dispatch_async_kernel, 1 + spec.FORWARDERS, S=spec, launch=launch)
-    receive = kernel(kernels.ep_dispatch_wait_kernel, 1, S=spec, launch=launch)
-    inputs, outputs, *rest = (record(*[rank.nothing] * len(record._fields)) for record in RECORDS)
-    rank.launcher.launch(send, lambda _: (inputs, *rest), numbers._replace(programs=send.programs))
-    rank.launcher.launch(receive, lambda _: (outputs, *rest), numbers)
-    rank.grant_credits()

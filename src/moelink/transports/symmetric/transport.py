@@ -16,50 +16,22 @@ from moelink.control.error_record import Losses, raise_losses
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.probe import Failure
 from moelink.errors import PeerTimeoutError
-from moelink.kernels.launch.constants import combine_spec
 from moelink.kernels.launch.device import launches_overlap
 from moelink.memory import SymmetricMemory
 from moelink.memory.pointers import pointer_table
 from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
 from moelink.memory.workspace import Workspace
 from moelink.output import DispatchOutput, replace_fields
-from moelink.tracing.device.clocks import ClockNumbers, ep_compare_clocks_kernel
 from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Finished, Pending, Phase, Traffic
 from moelink.transports.session import Session
-from moelink.transports.symmetric.combine import Combine, refuse_combine
-from moelink.transports.symmetric.dispatch import Dispatch, refuse_dispatch
+from moelink.transports.symmetric.combine import Combine
+from moelink.transports.symmetric.dispatch import Dispatch
 from moelink.transports.symmetric.fast_path import SymmetricFastPath
 from moelink.transports.symmetric.rank import Rank
+from moelink.transports.symmetric.refusal import refuse_combine, refuse_dispatch
+from moelink.transports.symmetric.warmup import ClockComparison, prepare_calls
 
 T = TypeVar("T")
-
-
-ROUNDS = 32
-"""Questions to each rank in a comparison of clocks."""
-
-
-class ClockComparison:
-    """A comparison of this rank's clock with those of its peers that is under way. Collective.
-
-    Attributes:
-        out: the output of the kernel.
-    """
-
-    def __init__(self, rank: Rank, comparisons: int) -> None:
-        """``comparisons``: how many these ranks have made before."""
-        spec = combine_spec(rank.workspace, rank.device, row_weights=False, home_weights=False)
-        self.out = torch.zeros(rank.workspace.world_size, 2, dtype=torch.int64, device=rank.device)
-        numbers = ClockNumbers(rank.me, comparisons * ROUNDS, ROUNDS, rank.limit, 1)
-        kernel = rank.launcher.kernel(ep_compare_clocks_kernel, 1, S=spec, num_warps=1)
-        with rank.launching(own_stream=False):
-            rank.launcher.launch(kernel, lambda _: (self.out,), numbers)
-
-    def result(self) -> list[tuple[int, int]] | None:
-        """Return of each rank how far its clock is ahead of rank 0's, and by how much that may be wrong, in ticks.
-
-        Ranks other than 0 return zeros. None when a rank did not answer in time. The host waits."""
-        rows = self.out.tolist()
-        return [(0, 0), *map(tuple, rows[1:])] if rows[0][0] == 1 else None
 
 
 def _without_gradients() -> AbstractContextManager[object]:
@@ -327,30 +299,7 @@ class SymmetricTransport:
         for rank in self.ranks:
             with torch.no_grad(), rank.launcher.preparing():
                 for limit in (None, *num_sms):
-                    self._prepare(rank, limit)
-
-    def _prepare(self, rank: Rank, num_sms: int | None) -> None:
-        config = rank.config
-        dtype = config.format.input_dtypes[-1 if config.dispatch_format == "fp64" else 0]
-        x = torch.empty(1, config.hidden_size, dtype=dtype, device=rank.device)
-        ids = torch.empty(1, config.topk, dtype=torch.int32, device=rank.device)
-        weights = torch.empty(1, config.topk, dtype=config.weight_dtype, device=rank.device)
-        for given in (weights, None):
-            dispatch = Dispatch(rank, DispatchRequest(x, ids, given, num_sms=num_sms), self._identity)
-            rows = dispatch.output.tokens.shape[:-1]
-            y = torch.empty(*rows, config.hidden_size, dtype=config.combine_dtype, device=rank.device)
-            combine = Combine(rank, CombineRequest(y, dispatch.output, num_sms=num_sms))
-            alone = (rank.overwrite_expired_rows, rank.grant_credits)
-            for call in (dispatch.send_and_receive, dispatch.send, dispatch.receive, *alone):
-                call()
-            for pass_ in (combine.send_and_receive, combine.send, combine.receive):
-                pass_(combine.passes[0])
-            plain = config.combine_dtype in config.format.input_dtypes and config.format.scale_dtype is None
-            if plain and num_sms is None:
-                # Gradients of combine's result travel in this way, over the routing of the forward call.
-                grad = x.to(config.combine_dtype)
-                request = DispatchRequest(x=grad, topk_ids=ids, topk_weights=given, routing=dispatch.output)
-                Dispatch(rank, request, self._identity).send_and_receive()
+                    prepare_calls(rank, limit)
 
     def check(self) -> None:
         """Synchronise and raise the first error: of a peer, then rows lost to ``capacity``, then ids out of range."""

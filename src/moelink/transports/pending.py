@@ -1,0 +1,105 @@
+"""Calls under way: the object that a caller waits for, and a session's note of it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from moelink.errors import ClosedError, PeerError
+from moelink.transports.base import Pending, Phase
+from moelink.transports.guard import Guard
+
+T = TypeVar("T")
+
+
+class Owner(Protocol):
+    """The session of a call under way, as its pending operation needs it."""
+
+    guard: Guard
+    closed: bool
+
+    def raise_fate(self) -> None:
+        """Raise the error that has ended the communicator, if one has."""
+
+    def unwind(self, phase: Phase, error: BaseException) -> None:
+        """Bring an exception that leaves a call in order."""
+
+    def failure_after(self, error: BaseException) -> BaseException:
+        """Return the error that later waits raise after ``error``."""
+
+    def forget(self, phase: Phase, operation: object) -> None:
+        """Note that an operation is no longer pending."""
+
+
+class PendingOperation(Generic[T]):
+    """A dispatch or combine under way, as ``dispatch_async`` and ``combine_async`` return it.
+
+    Inputs must stay alive and unmodified until :meth:`wait` has returned. One that is dropped without :meth:`wait` is
+    finished by the next call of its kind, which drops its result and its error.
+    """
+
+    def __init__(self, session: Owner, phase: Phase, operation: Pending[T], given: object) -> None:
+        self._session, self._phase, self._operation = session, phase, operation
+        # Only this object refers to the tensors that hooks returned, and the call may read it on a stream of its own.
+        self._given: object = given
+        self._result: list[T] = []
+        self._failure: BaseException | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the call has ended."""
+        return self._operation.over
+
+    def wait(self) -> T:
+        """Return the result, the same as the synchronous call's. May be called again. Raises the call's error, if any.
+
+        Raises:
+            ClosedError: the communicator was closed before, with the memory that the call needs.
+        """
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        if self._result:
+            return self._result[0]
+        session = self._session
+        session.guard.enter(self._phase)
+        try:
+            if session.closed:
+                raise ClosedError(self._phase)
+            session.raise_fate()
+            result = self._operation.wait()
+            session.forget(self._phase, self._operation)
+            self._result, self._given = [result], None
+        except BaseException as error:
+            session.unwind(self._phase, error)
+            if self._operation.over or isinstance(error, PeerError):  # else it may be waited for again
+                self._failure = session.failure_after(error)
+                session.forget(self._phase, self._operation)
+            raise
+        finally:
+            session.guard.leave()
+        return result
+
+
+@dataclass(frozen=True)
+class Started:
+    """A pending call: the operation that finishes it, the object by which the caller does, and for errors the place in
+    which it was started."""
+
+    operation: Pending[Any]
+    holder: weakref.ref[PendingOperation[Any]]
+    words: str
+
+    @classmethod
+    def of(cls, operation: Pending[Any], holder: PendingOperation[Any], call: str) -> Started:
+        """Return the note of a call that starts now. ``call``: words for its number."""
+        return cls(operation, weakref.ref(holder), f"{call}started at {_caller()}")
+
+
+def _caller() -> str:
+    """Return the file and line of the innermost frame outside this package and torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("moelink", "torch"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
