@@ -19,16 +19,17 @@ SIZES = (1, 24)
 
 def compared(rank: int, world_size: int, case: Any) -> dict[str, float]:
     """The differences of a contender that is right, and of one that makes half as much again."""
-    from moelink_bench.frameworks import engines
+    from moelink_bench.frameworks.dispatchers import Layer, compare
+    from moelink_bench.frameworks.engines import Inputs
 
     dist.init_process_group("gloo")
-    weights = engines.make_weights(case)
-    batches = {tokens: engines.make_batch(case, rank, tokens) for tokens in case.tokens}
-    contenders = [
-        engines.Contender(name, lambda batch, by=by: by * engines.reference(batch, weights), lambda batch: None)
-        for name, by in (("right", 1.0), ("off", 1.5))
-    ]
-    found = engines.compare(engines.Engine(contenders, "", lambda: None), batches, weights)
+    inputs = Inputs(case, rank, world_size)
+
+    def times(by: float) -> Any:
+        return lambda batch, computes: by * inputs.expected(len(batch.x))["out"]
+
+    contenders = [inputs.contender(name, times(by)) for name, by in (("right", 1.0), ("off", 1.5))]
+    found = compare(Layer(contenders, "", lambda: None, expected=inputs.expected), case)
     dist.destroy_process_group()
     return found
 
@@ -52,12 +53,13 @@ def measured_engine(rank: int, world_size: int, framework: str) -> dict[str, Any
         GroupCoordinator.reduce_scatterv = lambda self, given, output, sizes: output.copy_(
             scatter_sums(self, given, 0, sizes)
         )
-    from moelink_bench.frameworks.__main__ import measure_engine
-    from moelink_bench.frameworks.engines import EngineCase
+    from moelink_bench.frameworks.__main__ import measure
+    from moelink_bench.frameworks.dispatchers import Amount, Case
+    from moelink_bench.timing import Turns, WallClock
 
     dist.init_process_group("gloo")
-    case = EngineCase(tokens=SIZES, hidden_size=128, intermediate_size=32, num_experts=8, topk=2, device="cpu")
-    fields = measure_engine(framework, case, samples=3)
+    case = Case(tokens=SIZES, hidden_size=128, intermediate_size=32, num_experts=8, topk=2, device="cpu")
+    fields = measure(framework, case, WallClock(), Amount(1, Turns(turns=3)))
     dist.destroy_process_group()
     return fields
 
@@ -71,10 +73,11 @@ def measured(rank: int, world_size: int, framework: str) -> dict[str, Any]:
     else:
         torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan takes CUDA where it finds no accelerator
     from moelink_bench.frameworks.__main__ import measure
-    from moelink_bench.frameworks.steps import Case
+    from moelink_bench.frameworks.dispatchers import Amount, Case
+    from moelink_bench.timing import Turns, WallClock
 
     dist.init_process_group("gloo")
-    case = Case(tokens=24, hidden_size=64, intermediate_size=32, num_experts=8, topk=2, device="cpu", room=None)
-    fields = measure(framework, case, samples=1, calls=1)
+    case = Case(tokens=(24,), hidden_size=64, intermediate_size=32, num_experts=8, topk=2, device="cpu", room=None)
+    fields = measure(framework, case, WallClock(), Amount(1, Turns(turns=1, dropped=1)))
     dist.destroy_process_group()
     return fields

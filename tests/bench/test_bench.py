@@ -17,7 +17,7 @@ import moelink
 from moelink.formats import get_format
 from moelink.tools.cli import main
 from moelink.tools.results import COLLECTIVE, SYMMETRIC
-from moelink_bench import Case, make_plan, render, run, timing
+from moelink_bench import Case, make_plan, ranks, render, run, timing
 from moelink_bench.ceiling import Ceiling, CeilingSamples
 from moelink_bench.contenders import MoelinkContender, check_transports, compacted, first_difference
 from moelink_bench.measure import PhaseSamples
@@ -369,7 +369,7 @@ def test_peers_that_cannot_run_say_why() -> None:
     assert {row.reason for row in by_rank[0]} == {"has no SM limit and no rows by rank"}
     with pytest.raises(moelink.ConfigError, match="peers: expected some of vdev, flashinfer, got 'nccl'"):
         make_plan("decode", ranks=2, device="cuda", peers=["nccl"])
-    assert run.last_line("Traceback:\n  File x\nRuntimeError: it broke\n\n") == "RuntimeError: it broke"
+    assert ranks.last_line("Traceback:\n  File x\nRuntimeError: it broke\n\n") == "RuntimeError: it broke"
 
 
 def test_rows_of_a_peer_are_merged_in_order() -> None:

@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from moelink.testing import run_ranks
+from moelink_bench import ranks as ranks_of
 from moelink_bench.frameworks import __main__ as command
-from moelink_bench.frameworks import engines, steps
-from moelink_bench.frameworks.engines import EngineCase
-from moelink_bench.frameworks.steps import PASSES, Case, differences
+from moelink_bench.frameworks import dispatchers, engines
+from moelink_bench.frameworks.dispatchers import Amount, Case, differences
+from moelink_bench.frameworks.steps import PASSES
+from moelink_bench.timing import Clock, Turns, WallClock
 from tests.bench import frameworks_ranks as ranks
 
 
@@ -28,11 +30,12 @@ def test_both_dispatchers_agree_and_are_timed(framework: str) -> None:
     for fields in run_ranks(ranks.measured, 2, framework, timeout=300):
         assert fields["gate"]["passed"], fields["gate"]
         assert {"out", "x.grad"} < set(fields["gate"]["differences"])
-        assert [set(row) for row in fields["rows"]] == [{"contender", *PASSES}] * 2
+        assert [set(row) for row in fields["rows"]] == [{"contender", "tokens", *PASSES}] * 2
         assert fields["rows"][1]["contender"] == "moelink"
         for row in fields["rows"]:
             assert row[PASSES[1]]["median"] > 0
-        assert set(fields["times_as_fast"]) == set(PASSES)
+        (ratios,) = fields["times_as_fast"]
+        assert set(ratios) == {"tokens", *PASSES}
         assert fields["framework"]["release"]
 
 
@@ -70,15 +73,14 @@ def test_what_is_not_installed_is_refused_with_its_command(
 
 
 def test_differences_are_of_a_part_s_length() -> None:
-    assert doctest.testmod(steps).failed == 0
+    assert doctest.testmod(dispatchers).failed == 0
     theirs = {"out": torch.ones(4), "x.grad": torch.zeros(2), "gone": torch.ones(1), "nan": torch.ones(1)}
     ours = {"out": torch.full((4,), 1.5), "x.grad": torch.zeros(2), "nan": torch.full((1,), float("nan"))}
     assert differences(theirs, ours) == {"out": 0.5, "x.grad": 0.0, "gone": float("inf"), "nan": float("inf")}
 
 
 def test_experts_here_are_those_of_a_plain_loop() -> None:
-    assert doctest.testmod(engines).failed == 0
-    case = EngineCase((5,), hidden_size=64, intermediate_size=32, num_experts=4, topk=2, device="cpu")
+    case = Case(tokens=(5,), hidden_size=64, intermediate_size=32, num_experts=4, topk=2, device="cpu")
     weights, batch = engines.make_weights(case), engines.make_batch(case, 0, 5)
     here = case.own_experts(1, 2)
     assert here == slice(2, 4)
@@ -86,14 +88,14 @@ def test_experts_here_are_those_of_a_plain_loop() -> None:
     made = engines.weighed_experts(batch.x, weights.of(here), local, batch.weights)
     mine = torch.where(batch.ids >= here.start, batch.weights, 0.0)
     expected = engines.reference(engines.Batch(batch.x, mine, batch.ids), weights)
-    assert differences({"out": expected}, {"out": made.float()})["out"] < command.TOLERANCE
+    assert differences({"out": expected}, {"out": made.float()})["out"] < dispatchers.TOLERANCE
     assert not made[(local < 0).all(1)].any(), "a row without experts here is zero"
     nowhere = engines.weighed_experts(batch.x, weights.of(here), torch.full_like(batch.ids, -1), batch.weights)
     assert not nowhere.any()
 
 
 def test_a_contender_that_is_off_is_named() -> None:
-    case = EngineCase((3,), hidden_size=64, intermediate_size=32, num_experts=4, topk=2, device="cpu")
+    case = Case(tokens=(3,), hidden_size=64, intermediate_size=32, num_experts=4, topk=2, device="cpu")
     found = run_ranks(ranks.compared, 1, case)[0]
     assert found["right, 3 tokens"] < 1e-6
     assert found["off, 3 tokens"] == pytest.approx(0.5, abs=0.01)
@@ -120,29 +122,36 @@ def test_the_command_writes_a_result_of_an_engine(
 ) -> None:
     cases = []
 
-    def measured(framework: str, case: EngineCase, *, samples: int) -> dict[str, Any]:
-        cases.append((framework, case, samples))
+    def measured(framework: str, case: Case, clock: Clock, how: Amount) -> dict[str, Any]:
+        cases.append((framework, case, how))
         rows = [
             {"contender": name, "tokens": tokens, engines.LAYER: {"median": median}}
             for tokens in case.tokens
             for name, median in (("theirs", 30.0), ("moelink", 20.0))
         ]
         gate = {"passed": True, "fault": ""}
-        return {"gate": gate, "rows": rows, "times_as_fast": engines.times_as_fast(rows)}
+        return {"gate": gate, "rows": rows, "times_as_fast": dispatchers.times_as_fast(rows)}
 
     start = dist.init_process_group
-    monkeypatch.setattr(command, "measure_engine", measured)
+    monkeypatch.setattr(command, "measure", measured)
     monkeypatch.setattr(command, "require", lambda package: "1.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(ranks_of, "make_clock", lambda device, **_: WallClock())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(
-        dist, "init_process_group", lambda backends: start("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist,
+        "init_process_group",
+        lambda backends, timeout: start("gloo", store=dist.HashStore(), rank=0, world_size=1),
     )
     out = tmp_path / "vllm.json"
     options = ["--tokens", "1", "64", "--samples", "6", "--commit", "abc", "--out", str(out)]
     assert command.main(["--framework", "vllm", *options]) == 0
-    assert cases == [("vllm", EngineCase((1, 64), 2048, 768, 128, 8, "cuda"), 6)]
+    case = Case(
+        tokens=(1, 64), hidden_size=2048, intermediate_size=768, num_experts=128, topk=8, device="cuda", room=None
+    )
+    assert cases == [("vllm", case, Amount(1, Turns(turns=3, samples=2, warmup=2)))]
     document = json.loads(out.read_text())
     assert (document["benchmark"], document["commit"], document["devices"]) == ("frameworks", "abc", ["a GPU"])
     assert document["times_as_fast"] == [{"tokens": 1, "layer": 1.5}, {"tokens": 64, "layer": 1.5}]
@@ -152,6 +161,6 @@ def test_the_command_writes_a_result_of_an_engine(
 
 
 def test_capacity_is_room_over_what_is_expected() -> None:
-    case = Case(100, 64, 32, 8, 2, "cpu", 1.25)
-    assert case.capacity == 250
-    assert Case(100, 64, 32, 8, 2, "cpu", None).capacity is None
+    sizes = {"tokens": (100,), "hidden_size": 64, "intermediate_size": 32, "num_experts": 8, "topk": 2, "device": "cpu"}
+    assert Case(**sizes, room=1.25).capacity == 250
+    assert Case(**sizes, room=None).capacity is None

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from moelink.memory.workspace import Workspace
-from moelink_bench import Case, collective, document, host, host_table, launchers, ncu, quotients, render, sweep
+from moelink.tools.cli import app
+from moelink_bench import Case, document, host, host_table, launchers, ncu, quotients, sweep
+from moelink_bench.script import SCRIPTS, Script, main_of
 from tests.support.paths import ROOT
 
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
@@ -34,15 +37,17 @@ def test_every_result_has_a_command_that_exists() -> None:
         assert importlib.util.find_spec(module), module
 
 
-@pytest.mark.parametrize("module", [collective, host, launchers, ncu, quotients, render, sweep])
-def test_scripts_explain_themselves(
-    module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["script", "--help"])
-    with pytest.raises(SystemExit) as done:
-        module.main()
-    assert done.value.code == 0
-    assert (module.__doc__ or "").splitlines()[0] in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_explain_themselves(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the command, which passes what follows to them, ``--help`` too, and the modules that are started."""
+    text = importlib.import_module(f"moelink_bench.{name}").__doc__ or ""
+    done = CliRunner().invoke(app.app, ["bench", name, "--help"])
+    assert done.exit_code == 0, done.output
+    with pytest.raises(SystemExit) as ended:
+        main_of(name)(["--help"])
+    assert ended.value.code == 0
+    for said in (done.output, capsys.readouterr().out):
+        assert text.splitlines()[0] in " ".join(said.split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")
@@ -89,10 +94,13 @@ def test_launchers_are_launched_as_a_communicator_is(monkeypatch: pytest.MonkeyP
             assert kinds[0] == kinds[1]
 
 
-def test_the_head_of_a_result_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/there/host.py", "operators", "--out", "/there/x.json"])
-    head = document.head("ops_overhead", script="host", commit="abc1234")
-    assert head["command"] == "python -m moelink_bench.host operators --out x.json"
+def test_the_head_of_a_result_can_be_typed_again(tmp_path: Path) -> None:
+    made: list[dict[str, Any]] = []
+    script = Script("host", "", lambda _: None, lambda args, save: made.append(save("ops_overhead", {})) or 0)
+    assert script.main(["--out", str(tmp_path / "x.json"), "--commit", "abc1234"]) == 0
+    (head,) = made
+    assert head["command"] == "python -m moelink_bench.host --out x.json --commit abc1234"
+    assert json.loads((tmp_path / "x.json").read_text()) == head
     assert (head["schema_version"], head["benchmark"], head["commit"], head["dirty"]) == (
         1,
         "ops_overhead",
@@ -195,7 +203,7 @@ def test_host_time_of_calls_is_measured_with_its_floor(monkeypatch: pytest.Monke
     """On a CPU that plays a GPU, with few batches."""
     for name, value in {"BATCHES": 2, "CALLS": 2, "WARMUP": 3}.items():
         monkeypatch.setattr(host, name, value)
-    made = host.calls_document("cpu", "abc1234")
+    made = {**document.head("host_time", command="", commit="abc1234"), **host.calls_fields("cpu")}
     us = made["microseconds"]
     assert made["tensors_of_a_pair"] == 4
     assert all(us[part] > 0 for part in ("tensors", "launches", "pair", "pair, looked at", "bound pair", *host.TARGETS))

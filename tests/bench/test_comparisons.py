@@ -13,6 +13,7 @@ from moelink.tools.cli import app
 from moelink.tools.cli.console import make_console
 from moelink.tools.results import COLLECTIVE, SYMMETRIC
 from moelink_bench import Case, command, make_plan, render, run
+from moelink_bench import ranks as ranks_of
 from moelink_bench.ceiling import CeilingSamples
 from moelink_bench.command import bench_view
 from moelink_bench.comparisons import AS_ENGINES, COLUMNS, HEAD, gate_line, summary, table_of
@@ -321,7 +322,7 @@ def test_flashinfer_is_another_contender_by_layout(monkeypatch: pytest.MonkeyPat
         return [[RankRow(index, name, leaves_out="something") for index, name in rows]] * ranks
 
     monkeypatch.setattr(run, "flashinfer_refusal", lambda: "")
-    monkeypatch.setattr(run, "run_ranks", found)
+    monkeypatch.setattr(ranks_of, "run_ranks", found)
     (rows,) = run.run_peer(plan, "flashinfer", run.flashinfer_main)
     expected = [(0, FLASHINFER_WHOLE), (1, FLASHINFER), (1, FLASHINFER_MARKED)]
     assert [(row.case, row.contender) for row in rows] == expected

@@ -1,5 +1,6 @@
 """The comparison of two trees, role by role: what of it needs no GPU."""
 
+import argparse
 import contextlib
 import json
 from dataclasses import replace
@@ -244,6 +245,13 @@ def test_compiled_kernels_stay_in_the_users_own_cache(monkeypatch: pytest.Monkey
     """Closes over: a folder of a known name in the temporary directory, from which code of its first maker is run."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert roles.options_of([]).cache == tmp_path / ".cache" / "moelink" / "roles"
+    assert cache_of() == tmp_path / ".cache" / "moelink" / "roles"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
-    assert roles.options_of([]).cache == tmp_path / "own" / "moelink" / "roles"
+    assert cache_of() == tmp_path / "own" / "moelink" / "roles"
+
+
+def cache_of() -> Path:
+    """The folder of the command line without arguments."""
+    parser = argparse.ArgumentParser()
+    roles.options(parser)
+    return parser.parse_args([]).cache

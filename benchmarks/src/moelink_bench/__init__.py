@@ -1,7 +1,8 @@
 """Benchmarks: dispatch and combine, found correct, then measured against their peers and against the wire.
 
 ``moelink bench`` runs the presets and draws results; the package ``layer`` holds those of the whole layer. Every other
-file of ``benchmarks/results`` comes from a module of its own, started with ``python -m moelink_bench.NAME``:
+file of ``benchmarks/results`` comes from a script, started with ``moelink bench NAME`` or ``python -m
+moelink_bench.NAME``:
 
 * ``collective``: the collective transport against a sort and ``all_to_all_single``, on CPU ranks
 * ``sweep``: launch settings of the symmetric kernels, and pairs of dispatch and combine
@@ -10,6 +11,8 @@ file of ``benchmarks/results`` comes from a module of its own, started with ``py
 * ``roles``: the kernels of two source trees against each other, role by role, on one device (the preset ``roles``, of
   ``roles_preset``, measures one tree and FlashInfer)
 * ``experts``: grouped products of experts in bf16 and in fp8, and launch settings of the fp8 kernel
+* ``launchers``: the launchers of ``moelink.contract`` against a communicator
+* ``frameworks``: dispatchers of frameworks against moelink's
 * ``quotients``: corrections that a quotient of a bf16 element by an fp32 scale needs
 * ``render``: the tables of README.md and docs that show results
 """

@@ -15,9 +15,9 @@ The figures are those of a small machine without a GPU, and say nothing about GP
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import os
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,14 +31,15 @@ from moelink.routing import ExpertMap
 from moelink.testing import run_ranks
 from moelink_bench import presets
 from moelink_bench.contenders import difference_from_truth, expert_factor
-from moelink_bench.document import head, results_folder, script_parser, write
-from moelink_bench.timing import slowest_rank
+from moelink_bench.exchange import Exchange, Home
+from moelink_bench.script import Save, Script, add_numbers
+from moelink_bench.timing import Action, Turns, WallClock, in_turns, slowest_rank
 from moelink_bench.workload import Batch
 
 BYTES_FORMULA = (
     "bytes that all ranks send to other ranks in one call. moelink (counted by the transport): one message per (token, "
     "remote rank) = row + token number + ids + weights, each padded to 16; one row per (token, remote rank) home. "
-    "baseline: one row per (token, remote expert) each way, and 8 bytes per remote expert for the counts"
+    "baseline: one row per (token, remote expert) each way, and 4 bytes per remote expert for the counts"
 )
 
 
@@ -72,84 +73,21 @@ def run_experts(rows: Tensor, row_offsets: Tensor, first_expert: int) -> Tensor:
     return rows * torch.repeat_interleave(expert_factor(experts), sizes)[:, None].to(rows.dtype)
 
 
-@dataclass(frozen=True)
-class Received:
-    """What the baseline's dispatch returns: rows grouped by local expert, and what combine needs to undo it.
-
-    Attributes:
-        rows: [R, H], by local expert, then source rank, token, slot.
-        row_offsets: [L + 1] exclusive starts.
-        order: [T * K] home pairs sorted by expert.
-        permutation: [R] arrival position of each row.
-        sent, received: rows per destination and per source.
-    """
-
-    rows: Tensor
-    row_offsets: Tensor
-    order: Tensor
-    permutation: Tensor
-    sent: list[int]
-    received: list[int]
-
-
-class Baseline:
-    """Sort + all_to_all_single of top-k copies."""
-
-    def __init__(self, case: Case, rank: int) -> None:
-        self.case, self.rank, self.experts = case, rank, ExpertMap(case.num_experts, case.ranks)
-        if case.num_experts % case.ranks:
-            raise ValueError(
-                f"expected as many experts on every rank, got {case.num_experts} experts on {case.ranks} ranks: "
-                "choose a number of experts that the number of ranks divides"
-            )
-
-    def dispatch(self, batch: Batch) -> Received:
-        """Sort pairs by expert; send counts first, then all rows at once; group them by expert on arrival."""
-        case = self.case
-        local = case.num_experts // case.ranks
-        flat = batch.topk_ids.reshape(-1)
-        order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=case.num_experts)
-        arriving = torch.empty(case.ranks, local, dtype=torch.int64)
-        dist.all_to_all_single(arriving, counts.view(case.ranks, local))
-        sent, received = counts.view(case.ranks, local).sum(1).tolist(), arriving.sum(1).tolist()
-        rows = batch.x.index_select(0, order // case.topk)
-        arrived = torch.empty(sum(received), case.hidden_size, dtype=batch.x.dtype)
-        dist.all_to_all_single(arrived, rows, received, sent)
-        expert = torch.arange(local).repeat(case.ranks).repeat_interleave(arriving.reshape(-1))
-        permutation = expert.argsort(stable=True)
-        row_offsets = torch.nn.functional.pad(arriving.sum(0).cumsum(0), (1, 0))
-        return Received(arrived.index_select(0, permutation), row_offsets, order, permutation, sent, received)
-
-    def combine(self, y: Tensor, received: Received, batch: Batch) -> Tensor:
-        """Return rows in arrival order, put them back in (token, slot) order, and sum them with the router weights."""
-        case = self.case
-        back = torch.empty_like(y)
-        back[received.permutation] = y
-        home = torch.empty(received.order.numel(), case.hidden_size, dtype=y.dtype)
-        dist.all_to_all_single(home, back, received.sent, received.received)
-        copies = torch.empty_like(home)
-        copies[received.order] = home
-        copies = copies.view(case.tokens_per_rank, case.topk, case.hidden_size)
-        out = torch.zeros(case.tokens_per_rank, case.hidden_size)
-        for slot in range(case.topk):
-            out.addcmul_(copies[:, slot], batch.topk_weights[:, slot, None])
-        return out.to(y.dtype)
-
-    def bytes_sent(self, batch: Batch) -> tuple[int, int]:
-        """Return the bytes to other ranks (dispatch, combine) that this rank's tokens cause."""
-        case = self.case
-        remote = int((self.experts.owner(batch.topk_ids) != self.rank).sum())
-        row = case.hidden_size * batch.x.dtype.itemsize
-        return remote * row + 8 * (case.num_experts - self.experts.num_local(self.rank)), remote * row
+def bytes_sent(case: Case, batch: Batch, rank: int) -> tuple[int, int]:
+    """Return the bytes to other ranks (dispatch, combine) that the tokens of ``rank`` cause in the baseline."""
+    experts = ExpertMap(case.num_experts, case.ranks)
+    remote = int((experts.owner(batch.topk_ids) != rank).sum())
+    row = case.hidden_size * batch.x.dtype.itemsize
+    return remote * row + 4 * (case.num_experts - experts.num_local(rank)), remote * row
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank saw: why the gate failed ("" if it did not), seconds per iteration by phase, and bytes by phase."""
+    """What one rank saw: why the gate failed ("" if it did not), microseconds per iteration by phase, and bytes by
+    phase."""
 
     gate: str
-    seconds: dict[str, list[float]]
+    microseconds: dict[str, list[float]]
     bytes: dict[str, int]
 
 
@@ -170,117 +108,101 @@ def rank_main(rank: int, world_size: int, case: Case) -> RankResult:
     """Pass the gate, warm up and time both on one rank."""
     torch.set_num_threads(1)
     batch = make_batch(case, rank)
-    baseline = Baseline(case, rank)
-    seconds: dict[str, list[float]] = {}
-
-    def timed(name: str, action: Callable[[], object], record: bool) -> None:
-        dist.barrier()
-        start = time.perf_counter()
-        action()
-        if record:
-            seconds.setdefault(name, []).append(time.perf_counter() - start)
-
+    baseline = Exchange(num_experts=case.num_experts, topk=case.topk, rank=rank, world_size=world_size)
     with moelink.init(
         num_experts=case.num_experts, topk=case.topk, hidden_size=case.hidden_size,
         max_tokens_per_rank=case.tokens_per_rank, transport="collective",
     ) as ep:  # fmt: skip
         if not dist.is_initialized():
             dist.init_process_group("gloo")
-        first = baseline.experts.first(rank)
+        first = ExpertMap(case.num_experts, case.ranks).first(rank)
 
         def dispatch() -> moelink.DispatchOutput:
             # Exact-size output, like the baseline's.
             return ep.dispatch(batch.x, batch.topk_ids, batch.topk_weights, host_counts=True)
 
+        def dispatch_copies() -> tuple[Tensor, Tensor, Home]:
+            return baseline.dispatch(batch.x, batch.topk_ids, batch.topk_weights)
+
         recv = dispatch()
         y = run_experts(recv.tokens, recv.row_offsets, first)
         out = ep.combine(y, recv)
         traffic = ep.traffic()
-        rows = baseline.dispatch(batch)
-        y_rows = run_experts(rows.rows, rows.row_offsets, first)
-        outputs = {"moelink": out, "baseline": baseline.combine(y_rows, rows, batch)}
-        gate = correctness_gate(case, batch, outputs, torch.equal(recv.tokens, rows.rows))
+        rows, offsets, home = dispatch_copies()
+        y_rows = run_experts(rows, offsets, first)
+        outputs = {"moelink": out, "baseline": baseline.combine(y_rows, home)}
+        gate = correctness_gate(case, batch, outputs, torch.equal(recv.tokens, rows))
         verdicts: list[str] = gather_values(gate)
-        sent = baseline.bytes_sent(batch)
+        sent = bytes_sent(case, batch, rank)
         counted = {
             "moelink_dispatch": traffic.dispatch, "moelink_combine": traffic.combine,
             "baseline_dispatch": sent[0], "baseline_combine": sent[1],
         }  # fmt: skip
         if any(verdicts):
             return RankResult(gate, {}, counted)
-        for iteration in range(case.warmup + case.iterations):
-            record = iteration >= case.warmup
-            timed("baseline_dispatch", lambda: baseline.dispatch(batch), record)
-            timed("moelink_dispatch", dispatch, record)
-            timed("baseline_combine", lambda: baseline.combine(y_rows, rows, batch), record)
-            timed("moelink_combine", lambda: ep.combine(y, recv), record)
-    return RankResult(gate, seconds, counted)
+        calls: dict[str, Action] = {
+            "baseline_dispatch": dispatch_copies,
+            "moelink_dispatch": dispatch,
+            "baseline_combine": lambda: baseline.combine(y_rows, home),
+            "moelink_combine": lambda: ep.combine(y, recv),
+        }
+        times = in_turns(calls, WallClock(), Turns(turns=case.iterations, dropped=case.warmup))
+    return RankResult(gate, times, counted)
 
 
 def slowest(results: list[RankResult], *phases: str) -> dict[str, float]:
     """Return milliseconds over the iterations: the sum of ``phases``, each at its slowest rank."""
-    per_phase = [[max(column) for column in zip(*(r.seconds[p] for r in results), strict=True)] for p in phases]
-    figure = slowest_rank([[1e3 * sum(column) for column in zip(*per_phase, strict=True)]])
+    per_phase = [[max(column) for column in zip(*(r.microseconds[p] for r in results), strict=True)] for p in phases]
+    figure = slowest_rank([[sum(column) / 1e3 for column in zip(*per_phase, strict=True)]])
     return {"median": figure.median, "p20": figure.p20, "p80": figure.p80}
 
 
-def summarize(case: Case, results: list[RankResult], commit: str | None) -> dict[str, Any]:
-    """Return the JSON document of a run."""
+def summarize(case: Case, results: list[RankResult]) -> dict[str, Any]:
+    """Return the fields of the result."""
     rows: list[dict[str, Any]] = []
     for name in ("baseline", "moelink"):
-        phases = (f"{name}_dispatch", f"{name}_combine")
-        dispatch, combine = (sum(result.bytes[phase] for result in results) for phase in phases)
+        phases: dict[str, tuple[str, ...]] = {one: (f"{name}_{one}",) for one in ("dispatch", "combine")}
+        phases["total"] = phases["dispatch"] + phases["combine"]
+        sent = {phase: sum(result.bytes[p] for result in results for p in parts) for phase, parts in phases.items()}
         rows.append({
-            "name": name,
-            "dispatch_ms": slowest(results, phases[0]),
-            "combine_ms": slowest(results, phases[1]),
-            "total_ms": slowest(results, *phases),
-            "dispatch_bytes": dispatch,
-            "combine_bytes": combine,
-            "total_bytes": dispatch + combine,
+            "name": name, **{f"{phase}_ms": slowest(results, *parts) for phase, parts in phases.items()},
+            **{f"{phase}_bytes": count for phase, count in sent.items()},
         })  # fmt: skip
     baseline, ours = rows
     return {
-        **head("collective_vs_topk", script="collective", commit=commit),
-        "case": {**asdict(case), "dtype": "bfloat16", "transport": "gloo"},
-        "bytes_formula": BYTES_FORMULA,
-        "gate": "passed",
-        "rows": rows,
-        "bytes_ratio": ours["total_bytes"] / baseline["total_bytes"],
+        "case": {**asdict(case), "dtype": "bfloat16", "transport": "gloo"}, "bytes_formula": BYTES_FORMULA,
+        "gate": "passed", "rows": rows, "bytes_ratio": ours["total_bytes"] / baseline["total_bytes"],
         "time_ratio": ours["total_ms"]["median"] / baseline["total_ms"]["median"],
-    }
+    }  # fmt: skip
 
 
-def print_table(document: dict[str, Any]) -> None:
-    """Print the document as a table."""
+def print_table(fields: dict[str, Any]) -> None:
+    """Print the result as a table."""
     print(f"{'':10}{'dispatch ms':>26}{'combine ms':>26}{'total ms':>26}{'MB':>10}")
-    for row in document["rows"]:
+    for row in fields["rows"]:
         cells = (row[f"{phase}_ms"] for phase in ("dispatch", "combine", "total"))
         text = "".join(f"{c['median']:>10.1f} ({c['p20']:5.1f} .. {c['p80']:5.1f})" for c in cells)
         print(f"{row['name']:10}{text}{row['total_bytes'] / 1e6:>10.1f}")
-    print(f"time ratio {document['time_ratio']:.2f}, bytes ratio {document['bytes_ratio']:.2f}")
-    print("median (20th .. 80th percentile) of the slowest rank;", document["bytes_formula"])
+    print(f"time ratio {fields['time_ratio']:.2f}, bytes ratio {fields['bytes_ratio']:.2f}")
+    print("median (20th .. 80th percentile) of the slowest rank;", fields["bytes_formula"])
 
 
-def main() -> int:
-    """Run the case and write the result."""
-    parser = script_parser(__doc__, out="benchmarks/results/collective_vs_topk.json")
-    for name, value in asdict(Case()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    arguments = vars(parser.parse_args())
-    commit, out = arguments.pop("commit"), arguments.pop("out") or results_folder() / "collective_vs_topk.json"
-    case = Case(**arguments)
+def run(args: argparse.Namespace, save: Save) -> int:
+    """Run the case and save the result."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    case = Case(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Case)})
     results: list[RankResult] = run_ranks(rank_main, case.ranks, case, timeout=600.0)
     failures = [f"rank {rank}: {result.gate}" for rank, result in enumerate(results) if result.gate]
     if failures:
         print("correctness gate failed; nothing was timed\n" + "\n".join(failures))
         return 1
-    document = summarize(case, results, commit)
-    write(document, out)
-    print_table(document)
+    print_table(save("collective_vs_topk", summarize(case, results)))
     return 0
 
 
+main = Script(
+    "collective", __doc__, lambda parser: add_numbers(parser, asdict(Case())), run, out="collective_vs_topk.json"
+).main
+
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     raise SystemExit(main())

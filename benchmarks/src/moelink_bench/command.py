@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +38,7 @@ from moelink_bench.presets import LAYOUTS, PEERS, DeviceKind
 from moelink_bench.published import published_lines
 from moelink_bench.roles_preset import ROLE_PRESETS, make_roles_plan, run_roles
 from moelink_bench.roles_view import roles_view
+from moelink_bench.script import SCRIPTS, main_of
 from moelink_bench.sm_shares import share_lines
 
 bench_app = typer.Typer(
@@ -208,6 +210,20 @@ def draw(documents: list[dict[str, Any]], path: Path) -> None:
             layer_picture.draw_layer(documents[0], path)
         else:
             picture.draw_bench(documents, path)
+
+
+def _script(name: str) -> Callable[[typer.Context], None]:
+    """Return the command of a script, which reads its arguments by itself."""
+
+    def start(context: typer.Context) -> None:
+        raise typer.Exit(main_of(name)(context.args))
+
+    return start
+
+
+OWN_OPTIONS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+for _name, _text in SCRIPTS.items():
+    bench_app.command(_name, help=_text, context_settings=OWN_OPTIONS)(_script(_name))
 
 
 PHASES = ("dispatch", "combine", "both")

@@ -5,14 +5,12 @@ Every result names its commit, versions, machine and the variables that change h
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
 import platform
 import shlex
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -112,27 +110,15 @@ def today() -> str:
     return datetime.now(timezone.utc).date().isoformat()
 
 
-def head(benchmark: str, *, script: str, program: str = "python", commit: str | None = None) -> dict[str, Any]:
-    """Return the fields that the result of a script begins with.
-
-    ``script`` is its module in ``moelink_bench``, ``program`` what was typed before ``-m``: "python", or
-    "torchrun" and its options.
-    """
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "benchmark": benchmark,
-        "date": today(),
-        "command": command_line(f"{program} -m moelink_bench.{script}", sys.argv[1:]),
-        **provenance(commit),
-    }
+def head(benchmark: str, *, command: str, commit: str | None = None) -> dict[str, Any]:
+    """Return the fields that every result begins with; ``command`` is what was typed, of :func:`command_line`."""
+    made = {"schema_version": SCHEMA_VERSION, "benchmark": benchmark, "date": today(), "command": command}
+    return {**made, **provenance(commit)}
 
 
-def script_parser(description: str | None, *, out: str) -> argparse.ArgumentParser:
-    """Return a parser with ``--commit`` and ``--out``, which all scripts have; ``out`` describes the default."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit", help="commit to record, where there is no repository")
-    parser.add_argument("--out", type=Path, help=f"write the result there, as JSON; default: {out}")
-    return parser
+def device_names(device: str) -> list[str]:
+    """Return the names of what a result of this process ran on: that of the CUDA device, or ``["CPU"]``."""
+    return [torch.cuda.get_device_name() if device == "cuda" else "CPU"]
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:

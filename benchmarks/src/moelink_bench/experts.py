@@ -23,6 +23,7 @@ of three experts.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import importlib
@@ -53,13 +54,17 @@ from moelink.nn.expert_backends import PIP, group_of_rows, multiply, what_librar
 from moelink.nn.experts import grouped_matmul
 from moelink.rows.gated import gated_activation
 from moelink.tools.results import sizes_of
-from moelink_bench.document import head, results_folder, script_parser, write
-from moelink_bench.timing import CudaClock, WallClock, capture
+from moelink_bench.document import device_names
+from moelink_bench.script import Save, Script, add_numbers
+from moelink_bench.timing import Action, capture, make_clock
 
-Action = Callable[[], object]
 Product = Callable[["Rows", "Weights"], Tensor]
 
 BF16, FP8 = "bf16", "fp8"
+PRODUCTS = ("gate_up", "down")
+LOADS = ("4", "32", "128", "1024", "few", "one", "mixed", "room")
+LOADS_OF_SWEEP = ("4", "32", "64", "128", "1024")
+"""What is measured where the command line says nothing."""
 
 
 @dataclass(frozen=True)
@@ -205,15 +210,12 @@ def excess(out: Tensor, rows: Rows, weights: Weights) -> float:
 
 def microseconds(action: Action, device: torch.device, samples: int) -> float:
     """The median time of ``action``: of replays of a graph of several calls on CUDA."""
-    action()
+    clock = make_clock(device, flush_bytes=1 << 28)
+    (once,) = clock.measure(action, samples=1, warmup=int(device.type == "cuda"))
     if device.type != "cuda":
-        return statistics.median(WallClock().measure(action, samples=samples, warmup=0))
-    begin = time.perf_counter()
-    action()
-    torch.cuda.synchronize(device)
-    calls = max(1, min(10, round(4e-3 / (time.perf_counter() - begin))))
+        return statistics.median(clock.measure(action, samples=samples, warmup=0))
+    calls = max(1, min(10, round(4e3 / once)))
     captured = capture([action] * calls, device)
-    clock = CudaClock(device, flush_bytes=1 << 28)
     return statistics.median(clock.measure(captured.replay, samples=samples, warmup=2)) / calls
 
 
@@ -354,67 +356,59 @@ def sweep_load(
     yield from sorted(found, key=lambda row: row["us"])
 
 
-PRODUCTS = ("gate_up", "down")
+def rows_of(
+    args: argparse.Namespace, load: str, tiles: Sequence[Any], weights: dict[str, Weights]
+) -> Iterator[dict[str, Any]]:
+    """Measure one load, with each of ``tiles`` if there are any."""
+    shape, device = _shape(args), next(iter(weights.values())).numbers.device
+    how = {"most": args.most, "samples": args.samples}
+    if not tiles:
+        yield from measure_load(load, shape, weights, device, **how)
+    for name in PRODUCTS if tiles else ():
+        yield from sweep_load(load, name, tiles, shape, weights[name], device, **how)
 
 
-def document_of(args: Any, device: torch.device) -> dict[str, Any]:
-    """Measure what the command line asks for; print a line a row."""
-    shape, begin = Shape(args.experts, args.hidden, args.intermediate), time.monotonic()
-    tiles = candidates() if args.sweep else []
-    if tiles and device.type == "cuda":
-        compile_all(tiles, shape, args.workers)
-    compiled = time.monotonic() - begin
-    weights = {name: make_weights(shape.experts, *shape.product(name), device) for name in PRODUCTS}
-    rows = []
-    for load in args.loads:
-        if args.sweep:
-            found = [
-                row for name in PRODUCTS
-                for row in sweep_load(
-                    load, name, tiles, shape, weights[name], device, most=args.most, samples=args.samples
-                )
-            ]  # fmt: skip
-        else:
-            found = list(measure_load(load, shape, weights, device, most=args.most, samples=args.samples))
-        for row in found:
-            print(json.dumps(row), flush=True)
-        rows += found
-    cuda = device.type == "cuda"
-    return {
-        **head("experts", script="experts", commit=args.commit),
-        "device": device.type,
-        "devices": [torch.cuda.get_device_name(device) if cuda else "CPU"],
-        "shape": dataclasses.asdict(shape),
-        "most_rows": args.most,
-        "unit": "microseconds a call, median of replays of a CUDA graph; weights of experts with rows in TB/s",
-        "compile_seconds": round(compiled, 1),
-        "seconds": round(time.monotonic() - begin, 1),
-        "gate": "passed" if all(row.get("error_over_bound", 0) <= 1 for row in rows) else "failed",
-        "rows": [{**row, "us": None} if row.get("us") == float("inf") else row for row in rows],
-    }
+def _shape(args: argparse.Namespace) -> Shape:
+    return Shape(args.experts, args.hidden, args.intermediate)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the result. Returns 1 where a product was wrong."""
-    parser = script_parser(__doc__, out="benchmarks/results/experts_DEVICE.json")
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the script's options."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--sweep", action="store_true", help="time launch settings of the kernel, each by itself")
     parser.add_argument("--loads", nargs="+", help="rows an expert, few, one, mixed, room; default: all of them")
     parser.add_argument("--most", type=int, default=4096, help="rows of the largest expert of a skewed load")
     parser.add_argument("--samples", type=int, default=11)
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
-    for name, value in dataclasses.asdict(Shape()).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    args = parser.parse_args(arguments)
-    uniform = ["4", "32", "128", "1024"]
-    args.loads = args.loads or (
-        ["4", "32", "64", "128", "1024"] if args.sweep else [*uniform, "few", "one", "mixed", "room"]
-    )
-    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
-    document = document_of(args, device)
-    write(document, args.out or results_folder() / f"experts_{args.device}.json")
-    return 0 if document["gate"] == "passed" else 1
+    add_numbers(parser, dataclasses.asdict(Shape()))
 
+
+def run(args: argparse.Namespace, save: Save) -> int:
+    """Measure, print a line a row, and save the result. Returns 1 where a product was wrong."""
+    device, shape, begin = torch.device(args.device), _shape(args), time.monotonic()
+    tiles = candidates() if args.sweep else []
+    if tiles and device.type == "cuda":
+        compile_all(tiles, shape, args.workers)
+    compiled = time.monotonic() - begin
+    weights = {name: make_weights(shape.experts, *shape.product(name), device) for name in PRODUCTS}
+    rows = []
+    for load in args.loads or (LOADS_OF_SWEEP if args.sweep else LOADS):
+        for row in rows_of(args, load, tiles, weights):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    right = all(row.get("error_over_bound", 0) <= 1 for row in rows)
+    save("experts", {
+        "device": device.type, "devices": device_names(device.type), "shape": dataclasses.asdict(shape),
+        "most_rows": args.most,
+        "unit": "microseconds a call, median of replays of a CUDA graph; weights of experts with rows in TB/s",
+        "compile_seconds": round(compiled, 1), "seconds": round(time.monotonic() - begin, 1),
+        "gate": "passed" if right else "failed",
+        "rows": [{**row, "us": None} if row.get("us") == float("inf") else row for row in rows],
+    })  # fmt: skip
+    return int(not right)
+
+
+main = Script("experts", __doc__, options, run, out="experts_{device}.json").main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -28,10 +28,10 @@ first. All but the third run under ``torch.no_grad``.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -40,7 +40,9 @@ from torch import Tensor
 
 import moelink
 from moelink.testing import assert_bitwise_equal
-from moelink_bench.document import head, results_folder, script_parser, write
+from moelink_bench.document import device_names
+from moelink_bench.script import Save, Script
+from moelink_bench.timing import Clock, ProcessorClock, Turns, in_turns, repeated
 
 SIZES: dict[str, Any] = {"num_experts": 64, "topk": 8, "hidden_size": 7168, "max_tokens_per_rank": 128}
 FORMAT = "fp8_block128"
@@ -58,18 +60,10 @@ BUDGET = {"operator": 250.0, "operator, gradients": 400.0}
 ROUNDS, WARMUP_ROUNDS = 400, 20
 
 
-def least(call: Callable[[], Any], settle: Callable[[], None]) -> float:
-    """Return the microseconds of processor time of one call."""
-    for _ in range(WARMUP):
-        call()
-    best = float("inf")
-    for _ in range(BATCHES):
-        settle()
-        start = time.process_time_ns()
-        for _ in range(CALLS):
-            call()
-        best = min(best, (time.process_time_ns() - start) / CALLS / 1e3)
-    return round(best, 1)
+def least(call: Callable[[], Any], clock: Clock) -> float:
+    """Return the microseconds of processor time of one call: of many short batches the least."""
+    batches = clock.measure(repeated(call, CALLS), samples=BATCHES, warmup=-(-WARMUP // CALLS))
+    return round(min(batches) / CALLS, 1)
 
 
 def measure_calls(ep: moelink.Communicator) -> dict[str, Any]:
@@ -110,7 +104,6 @@ def measure_calls(ep: moelink.Communicator) -> dict[str, Any]:
         bound_dispatch()
         return bound_combine()
 
-    settle: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     calls: dict[str, Callable[[], Any]] = {
         "dispatch": lambda: ep.dispatch(x, topk_ids, topk_weights),
         "combine": lambda: ep.combine(y, recv),
@@ -123,19 +116,18 @@ def measure_calls(ep: moelink.Communicator) -> dict[str, Any]:
         "bound pair": bound_pair,
     }
     with torch.no_grad():
-        times = {name: least(call, settle) for name, call in calls.items()}
+        times = {name: least(call, ProcessorClock(device)) for name, call in calls.items()}
     del out
     times["own"] = round(times["pair"] - times["tensors"] - times["launches"], 1)
     return {"microseconds": times, "tensors_of_a_pair": len(made)}
 
 
-def calls_document(kind: str, commit: str | None) -> dict[str, Any]:
-    """Measure on a device of this kind ("cpu", "cuda") and return the document."""
+def calls_fields(kind: str) -> dict[str, Any]:
+    """Measure calls on a device of this kind ("cpu", "cuda"), print the times, return the fields of the result."""
     launches = kind == "cuda"
     case = {**SIZES, "dispatch_format": FORMAT, "capacity": CAPACITY, **({} if launches else SMALL)}
     if launches:
-        device = torch.device("cuda", 0)
-        opened: Any = moelink.init(**case, transport="symmetric", device=device)
+        opened: Any = moelink.init(**case, transport="symmetric", device=torch.device("cuda", 0))
     else:
         os.environ["TRITON_INTERPRET"] = "1"
         from moelink_bench.played import played
@@ -145,9 +137,6 @@ def calls_document(kind: str, commit: str | None) -> dict[str, Any]:
         result = measure_calls(ep)
     print(json.dumps(result, indent=2))
     return {
-        **head("host_time", script="host", commit=commit),
-        "device": kind,
-        "devices": [torch.cuda.get_device_name(device) if launches else "CPU"],
         "launches": launches,
         "case": {**case, "num_tokens": TOKENS},
         "unit": "microseconds of the host's processor time per call",
@@ -196,17 +185,8 @@ def measure_operators(ep: moelink.Communicator, num_tokens: int) -> dict[str, di
     want = calls["direct"]()
     for name in ("operator", "operator, gradients"):
         assert_bitwise_equal(calls[name](), want, name)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(WARMUP_ROUNDS + ROUNDS):
-        for name, call in calls.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            with torch.set_grad_enabled("gradients" in name):
-                start = time.process_time_ns()
-                call()
-                stop = time.process_time_ns()
-            if round_ >= WARMUP_ROUNDS:
-                times[name].append((stop - start) / 1e3)
+    how = Turns(turns=ROUNDS, dropped=WARMUP_ROUNDS)
+    times = in_turns(calls, ProcessorClock(device), how, lambda name: torch.set_grad_enabled("gradients" in name))
     return {name: spread(values) for name, values in times.items()}
 
 
@@ -216,8 +196,8 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "p20": cuts[0], "p80": cuts[3]}
 
 
-def operators_document(kind: str, commit: str | None) -> dict[str, Any]:
-    """Measure on a device of this kind ("cpu", "cuda"), print a table, return the document."""
+def operators_fields(kind: str) -> dict[str, Any]:
+    """Measure on a device of this kind ("cpu", "cuda"), print a table, return the fields."""
     torch.set_num_threads(1)
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     transport: Literal["collective", "symmetric"] = "symmetric" if kind == "cuda" else "collective"
@@ -233,9 +213,6 @@ def operators_document(kind: str, commit: str | None) -> dict[str, Any]:
                 f"({figure['p20']:.1f} - {figure['p80']:.1f}){extra}"
             )
     return {
-        **head("ops_overhead", script="host", commit=commit),
-        "device": kind,
-        "devices": [torch.cuda.get_device_name(device) if kind == "cuda" else "CPU"],
         "case": {**OPERATOR_CASE, "ranks": 1, "dispatch_format": "bf16", "transport": transport, "rounds": ROUNDS},
         "unit": "microseconds of the host's processor time per pair of dispatch and combine",
         "budget": BUDGET,
@@ -244,15 +221,21 @@ def operators_document(kind: str, commit: str | None) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure and write the result; ``render`` brings it into docs/performance.md or docs/pytorch.md."""
-    parser = script_parser(__doc__, out="benchmarks/results/host_time_DEVICE.json or ops_overhead_DEVICE.json")
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the script's options."""
     parser.add_argument("what", choices=("calls", "operators"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    args = parser.parse_args()
-    measure, name = (calls_document, "host_time") if args.what == "calls" else (operators_document, "ops_overhead")
-    write(measure(args.device, args.commit), args.out or results_folder() / f"{name}_{args.device}.json")
 
+
+def run(args: argparse.Namespace, save: Save) -> int:
+    """Measure and save the result; ``render`` brings it into docs/performance.md or docs/pytorch.md."""
+    measure, name = (calls_fields, "host_time") if args.what == "calls" else (operators_fields, "ops_overhead")
+    fields = measure(args.device)
+    save(name, {"device": args.device, "devices": device_names(args.device), **fields})
+    return 0
+
+
+main = Script("host", __doc__, options, run, out="{benchmark}_{device}.json").main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -12,9 +12,10 @@ performance.
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor
 
 import moelink
 from moelink.testing import assert_bitwise_equal, rank_data
-from moelink_bench.document import head, results_folder, script_parser, write
+from moelink_bench.document import device_names
 from moelink_bench.presets import SMOKE, Case, Settings
-from moelink_bench.timing import Clock, CudaClock, WallClock, capture, slowest_rank
+from moelink_bench.script import Save, Script, add_numbers
+from moelink_bench.timing import Action, Turns, capture, in_turns, make_clock, repeated, slowest_rank
 
 TARGET = 1.05
 """Most time of the launchers, in times of the communicator."""
@@ -226,18 +228,16 @@ def measure(case: Case, ranks: int, device: torch.device, settings: Settings, ti
         side.check()
     for mine, other in zip(*(side.outs for side in sides.values()), strict=True):
         assert_bitwise_equal(mine, other, f"the result of {case.label} on {ranks} ranks")
-    clock: Clock = CudaClock(device, flush_bytes=settings.rotation_bytes) if device.type == "cuda" else WallClock()
+    clock, how = (
+        make_clock(device, flush_bytes=settings.rotation_bytes),
+        Turns(turns=settings.samples, dropped=settings.warmup),
+    )
     actions = {name: _repeated(side, settings.calls, device) for name, side in sides.items()}
-    samples: dict[str, list[float]] = {name: [] for name in actions}
-    for number in range(settings.warmup + settings.samples):
-        for name, action in actions.items():
-            (time,) = clock.measure(action, samples=1, warmup=0)
-            if number >= settings.warmup:
-                samples[name].append(time / settings.calls)
+    samples = in_turns(actions, clock, how)
     for side in sides.values():
         side.check()
         side.close()
-    figures = {name: slowest_rank([times]) for name, times in samples.items()}
+    figures = {name: slowest_rank([[time / settings.calls for time in times]]) for name, times in samples.items()}
     return {
         "ranks": ranks, "form": "fused" if ranks == 1 else "split", "case": asdict(case),
         "us": {name: asdict(figure) for name, figure in figures.items()},
@@ -245,50 +245,39 @@ def measure(case: Case, ranks: int, device: torch.device, settings: Settings, ti
     }  # fmt: skip
 
 
-def _repeated(side: Side, calls: int, device: torch.device) -> Callable[[], None]:
+def _repeated(side: Side, calls: int, device: torch.device) -> Action:
     """So many pairs, on a CUDA device as one graph."""
-    if device.type == "cuda":
-        return capture([side.pair] * calls, device).replay
-
-    def repeat() -> None:
-        for _ in range(calls):
-            side.pair()
-
-    return repeat
+    return capture([side.pair] * calls, device).replay if device.type == "cuda" else repeated(side.pair, calls)
 
 
-def main() -> None:
-    """Measure and write the result."""
-    parser = script_parser(__doc__, out="benchmarks/results/launchers_DEVICE.json")
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the script's options."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8], help="ranks that one device plays")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 32, 128, 1024, 4096])
     parser.add_argument("--formats", nargs="+", default=["bf16", "fp8_block128", "nvfp4"])
-    parser.add_argument("--hidden-size", type=int, default=7168)
-    parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--topk", type=int, default=8)
+    add_numbers(parser, {"hidden_size": 7168, "experts": 64, "topk": 8})
     parser.add_argument("--samples", type=int, help="samples of a figure")
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds after which a wait of a kernel ends")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Save) -> int:
+    """Measure, and save the result after every row."""
     launches = args.device == "cuda"
     if not launches:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     device = torch.device("cuda", 0) if launches else torch.device("cpu")
     settings = Settings() if launches else SMOKE
     if args.samples is not None:
-        settings = Settings(**{**asdict(settings), "samples": args.samples})
+        settings = replace(settings, samples=args.samples)
     rows: list[dict[str, Any]] = []
-    document = {
-        **head("launchers", script="launchers", commit=args.commit),
-        "device": args.device,
-        "devices": [torch.cuda.get_device_name(device) if launches else "CPU"],
-        "launches": launches,
+    fields = {
+        "device": args.device, "devices": device_names(args.device), "launches": launches,
         "unit": "microseconds per pair of dispatch and combine on all ranks that the device plays",
         "settings": asdict(settings),
         "gate": {"passed": True, "compared": "both sides' results, bit for bit"},
-        "target": TARGET,
-        "rows": rows,
-    }
+        "target": TARGET, "rows": rows,
+    }  # fmt: skip
     cases = [(ranks, name, tokens) for ranks in args.ranks for name in args.formats for tokens in args.tokens]
     with torch.no_grad():
         for ranks, name, tokens in cases:
@@ -302,9 +291,12 @@ def main() -> None:
                 f"communicator {us['communicator']:.1f} us, quotient {rows[-1]['quotient']}",
                 flush=True,
             )
-            document |= {"complete": len(rows) == len(cases), "met": all(row["quotient"] <= TARGET for row in rows)}
-            write(document, args.out or results_folder() / f"launchers_{args.device}.json")
+            met = all(row["quotient"] <= TARGET for row in rows)
+            save("launchers", {**fields, "complete": len(rows) == len(cases), "met": met})
+    return 0
 
+
+main = Script("launchers", __doc__, options, run, out="launchers_{device}.json").main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -17,6 +17,7 @@ The module runs itself under ``ncu`` (``run`` is what is profiled). ``counters -
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -30,7 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moelink_bench.document import head, script_parser, write
+from moelink.errors import ArgumentError
+from moelink_bench.script import Save, Script
 
 TOKENS, EXPERTS, TOPK, HIDDEN = 8192, 128, 4, 7168
 ROLES = "regex:ep_.*(async|wait)_kernel"
@@ -57,7 +59,7 @@ STALLS_METHOD = (
 )
 
 
-def run(dispatch_format: str) -> None:
+def launch_roles(dispatch_format: str) -> None:
     """Launch every role twice, the first time to compile it."""
     import torch
     import torch.distributed as dist
@@ -82,7 +84,7 @@ def run(dispatch_format: str) -> None:
 
 
 def command(options: Sequence[str], dispatch_format: str) -> list[str]:
-    """Return how the profiler is called: :func:`run` in this module, with ``options`` before it."""
+    """Return how the profiler is called: :func:`launch_roles` in this module, with ``options`` before it."""
     script = [sys.executable, "-m", "moelink_bench.ncu", "run", "--format", dispatch_format]
     return ["ncu", "--clock-control", "none", *options, "-k", ROLES, "--launch-count", "4", *script]
 
@@ -182,41 +184,43 @@ def read_stalls(report: Path, modules: Path) -> list[dict[str, Any]]:
     return kernels
 
 
-def main() -> None:
-    """Profile, and write or print the document."""
-    parser = script_parser(__doc__, out="print it")
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the script's options."""
     parser.add_argument("what", choices=("counters", "stalls", "run"))
     parser.add_argument("--format", default="fp8_block128")
     parser.add_argument("--read", type=Path, help="counters: an ncu report, instead of making one")
     parser.add_argument("--modules", type=Path, help="stalls: folder of ncu_report; default: the newest in /opt/nvidia")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace, save: Save) -> int:
+    """Profile, and save or print the document."""
     if args.what == "run":
-        run(args.format)
-        return
-    benchmark = "hardware counters" if args.what == "counters" else "stalls"
-    document = head(benchmark, script="ncu", commit=args.commit)
-    if args.read:  # what made the report is not known here: only its commit can be told
-        document = {name: document[name] for name in ("schema_version", "benchmark")} | {"commit": args.commit}
+        launch_roles(args.format)
+        return 0
+    call: list[str] = []
+    if args.read:
         kernels = parse(args.read.read_text())
     elif args.what == "counters":
         call, kernels = counters(args.format)
-        document["command"] = shlex.join(call)
     else:
         installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/extras/python"))
         modules = args.modules or (installed[-1] if installed else None)
         if modules is None:
-            parser.error("no ncu_report under /opt/nvidia/nsight-compute: say where it is with --modules")
+            raise ArgumentError("modules", "the folder of ncu_report, which /opt/nvidia/nsight-compute lacks", None)
         call, kernels = stalls(args.format, modules)
-        document["command"] = shlex.join(call)
-    document |= {
+    document = save("hardware counters" if args.what == "counters" else "stalls", {
+        "command": shlex.join(call),
+        # What made a report that is read is not known here: only its commit can be told.
+        **(dict.fromkeys(("command", "date", "dirty", "versions", "host", "variables")) if args.read else {}),
         "method": COUNTERS_METHOD if args.what == "counters" else STALLS_METHOD, "tokens": TOKENS, "topk": TOPK,
         "num_experts": EXPERTS, "hidden_size": HIDDEN, "format": args.format, "kernels": kernels,
-    }  # fmt: skip
-    if args.out:
-        write(document, args.out)
-    else:
+    })  # fmt: skip
+    if not args.out:
         print(json.dumps(document, indent=2))
+    return 0
 
+
+main = Script("ncu", __doc__, options, run).main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -15,6 +15,7 @@ Worked example: 1 / 3 with q = 0.5 and r = 0.25. The remainder is 1 - 1.5 = -0.5
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelink_bench.document import head, results_folder, script_parser, write
+from moelink_bench.script import Save, Script
 
 SIGNIFICANDS = 1 << 23
 CHUNK = 1 << 15
@@ -84,18 +85,16 @@ def measure(*, scale_bits: int = 23) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Try all pairs, write the result, print it."""
-    args = script_parser(__doc__, out="benchmarks/results/quotients.json").parse_args()
+def run(_: argparse.Namespace, save: Save) -> int:
+    """Try all pairs, save the result, print it."""
     result = measure()
-    document = {
-        **head("quotients", script="quotients", commit=args.commit),
-        "unit": "pairs of significands whose quotient is not the nearest fp32, after 0, 1 and 2 corrections",
-        **result,
-    }
-    write(document, args.out or results_folder() / "quotients.json")
+    unit = "pairs of significands whose quotient is not the nearest fp32, after 0, 1 and 2 corrections"
+    save("quotients", {"unit": unit, **result})
     print(json.dumps(result, indent=2))
+    return 0
 
+
+main = Script("quotients", __doc__, lambda _: None, run, out="quotients.json").main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

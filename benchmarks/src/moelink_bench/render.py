@@ -23,6 +23,7 @@ import argparse
 import json
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -414,11 +415,11 @@ def rendered() -> dict[Path, str]:
     }
 
 
-def main() -> int:
-    """Write the documents, or say whether they are up to date."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the documents, or say whether they are up to date. ``arguments`` stand for those of the process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a document is stale")
-    check = parser.parse_args().check
+    check = parser.parse_args(arguments).check
     stale = {path: text for path, text in rendered().items() if not path.exists() or path.read_text() != text}
     for path, text in stale.items():
         if check:

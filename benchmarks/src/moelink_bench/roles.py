@@ -30,14 +30,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +42,7 @@ from moelink_bench import roles_worker
 from moelink_bench.roles_bytes import bytes_of
 from moelink_bench.roles_process import Worker, compile_all, environment_of
 from moelink_bench.roles_worker import HOST, Case
+from moelink_bench.script import Save, Script
 
 RANKS = (2, 4, 8)
 """Numbers of ranks that are simulated."""
@@ -198,7 +196,7 @@ def table(document: dict[str, Any], most: int = 24) -> str:
 
 
 def compare(
-    comparison: Comparison, trees: Sequence[Tree], rounds: int, deadline: float, save: Callable[[], None]
+    comparison: Comparison, trees: Sequence[Tree], rounds: int, deadline: float, save: Callable[[], object]
 ) -> None:
     """``rounds`` rounds of all cases, then as many of those that have a slower row; after ``deadline`` no case."""
     for again in (False, True):
@@ -222,9 +220,9 @@ def _own_cache() -> Path:
     return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "moelink" / "roles"
 
 
-def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Compare the kernels of two trees, role by role, on one device.")
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the script's options."""
+    parser.set_defaults(out=Path("roles.json"))
     parser.add_argument("--a", type=Path, default=Path(".old"), help="root of the first tree, which is the measure")
     parser.add_argument("--b", type=Path, default=Path("."), help="root of the second tree")
     parser.add_argument("--commits", nargs=2, metavar=("A", "B"), default=(None, None), help="to record")
@@ -238,49 +236,38 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="after this time no case is started; 480, or 85 with --quick")
     parser.add_argument("--device", default="cuda:0", help="cuda:N, or cpu with Triton's interpreter")
     parser.add_argument("--cache", type=Path, default=_own_cache(), help="of Triton; default: of this user alone")
-    parser.add_argument("--out", type=Path, default=Path("roles.json"))
-    options = parser.parse_args(arguments)
-    if options.seconds is None:
-        options.seconds = 85.0 if options.quick else 480.0
-    if options.rounds is None:
-        options.rounds = 2 if options.quick else 3
-    return options
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, write the result, print the table. Returns 1 where a case failed or trees gave other bits."""
+def run(args: argparse.Namespace, save: Save) -> int:
+    """Compare, save the result after every round, print the table. Returns 1 where a case failed or bits differed."""
     start = time.monotonic()
-    options = options_of(arguments)
-    cases = cases_of(quick=options.quick, tiny=options.tiny)
-    trees = [Tree(root, options.device, options.cache) for root in (options.a, options.b)]
-    comparison = Comparison(cases, options.device)
-    header: dict[str, Any] = {
-        "schema_version": 1, "benchmark": "roles", "date": date.today().isoformat(),
-        "command": shlex.join(["python", "-m", "moelink_bench.roles", *(arguments or sys.argv[1:])]),
-        "commits": dict(zip("ab", options.commits, strict=True)), "unit": "microseconds; of one rank",
-    }  # fmt: skip
+    seconds = args.seconds or (85.0 if args.quick else 480.0)
+    cases = cases_of(quick=args.quick, tiny=args.tiny)
+    trees = [Tree(root, args.device, args.cache) for root in (args.a, args.b)]
+    comparison = Comparison(cases, args.device)
+    said: dict[str, Any] = {"commits": dict(zip("ab", args.commits, strict=True)), "unit": "microseconds; of one rank"}
 
-    def save() -> None:
-        header["seconds"] = round(time.monotonic() - start, 1)
-        options.out.write_text(json.dumps({**header, **comparison.document()}, indent=1) + "\n")
+    def keep() -> dict[str, Any]:
+        return save("roles", {**said, "seconds": round(time.monotonic() - start, 1), **comparison.document()})
 
     try:
-        if options.device != "cpu":
-            compile_all(trees, cases, options.seconds / 2)
-            header["compile_seconds"] = round(time.monotonic() - start, 1)
-            sys.stderr.write(f"compiled within {header['compile_seconds']} s\n")
+        if args.device != "cpu":
+            compile_all(trees, cases, seconds / 2)
+            said["compile_seconds"] = round(time.monotonic() - start, 1)
+            sys.stderr.write(f"compiled within {said['compile_seconds']} s\n")
         for tree in trees:
-            header.update({name: said for name, said in tree.start(120.0).items() if name != "package"})
-        compare(comparison, trees, options.rounds, start + options.seconds, save)
+            said.update({name: value for name, value in tree.start(120.0).items() if name != "package"})
+        compare(comparison, trees, args.rounds or (2 if args.quick else 3), start + seconds, keep)
     except RuntimeError as error:
         comparison.errors.append(str(error))
     finally:
         for tree in trees:
             tree.stop()
-        save()
-    sys.stdout.write(table(comparison.document()) + "\n")
+    sys.stdout.write(table(keep()) + "\n")
     return 1 if comparison.errors else 0
 
+
+main = Script("roles", __doc__, options, run).main
 
 if __name__ == "__main__":
     sys.exit(main())

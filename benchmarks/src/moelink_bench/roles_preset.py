@@ -7,6 +7,7 @@ that time are those of :mod:`~moelink_bench.roles`.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Sequence
@@ -18,9 +19,9 @@ import torch
 
 from moelink.errors import ConfigError
 from moelink.tools.common import Progress
-from moelink.tools.results import ROLES_BENCHMARK, SCHEMA_VERSION, SYMMETRIC
+from moelink.tools.results import ROLES_BENCHMARK, SYMMETRIC
 from moelink_bench import roles_flashinfer, roles_worker
-from moelink_bench.document import provenance, today
+from moelink_bench.document import head
 from moelink_bench.peers import FLASHINFER, flashinfer_refusal
 from moelink_bench.presets import LAYOUTS, DeviceKind
 from moelink_bench.roles import RANKS, TOKENS, label
@@ -28,6 +29,7 @@ from moelink_bench.roles_bytes import bytes_of, config_of
 from moelink_bench.roles_process import Worker, compile_all, environment_of, own_source
 from moelink_bench.roles_result import METHOD, comparisons, rows_of
 from moelink_bench.roles_worker import Case
+from moelink_bench.timing import make_clock
 
 ROLE_PRESETS = ("roles", "roles-smoke")
 SHARE_OF_MEMORY = 0.8
@@ -138,23 +140,12 @@ def copy_bandwidth(device: DeviceKind) -> dict[str, Any]:
     """Measure what a copy inside the device's memory reaches, in GB/s of bytes read and bytes written."""
     size, copies = (COPY_BYTES, COPIES) if device == "cuda" else (1 << 22, 3)
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    taken = []
-    for _ in range(copies + 2):
-        if device == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            target.copy_(source)
-            end.record()
-            torch.cuda.synchronize()
-            taken.append(begin.elapsed_time(end) / 1e3)
-        else:
-            start = time.perf_counter()
-            target.copy_(source)
-            taken.append(time.perf_counter() - start)
+    clock = make_clock(torch.device(device), flush_bytes=0)
+    taken = clock.measure(functools.partial(target.copy_, source), samples=copies, warmup=2)
     del source, target
     if device == "cuda":
         torch.cuda.empty_cache()
-    speed = 2 * size / median(taken[2:]) / 1e9
+    speed = 2 * size / median(taken) / 1e3
     how = f"median of {copies} copies of {size} bytes within the device's memory, bytes read + bytes written"
     return {"gb_per_s": speed, "method": how}
 
@@ -266,8 +257,7 @@ def run_roles(
     run = Run(plan, progress)
     refusal = run.measure()
     document: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION, "benchmark": ROLES_BENCHMARK, "preset": plan.preset, "date": today(),
-        "command": command, **provenance(commit), "device": plan.device,
+        **head(ROLES_BENCHMARK, command=command, commit=commit), "preset": plan.preset, "device": plan.device,
         "devices": [run.hello.get("device", plan.device)], "ranks": 1,
         "settings": {"rounds": plan.rounds, "timeout": plan.timeout},
         "gate": {"passed": not run.fault, "fault": run.fault, "checked": run.checked},

@@ -5,60 +5,31 @@ A rank measures the ceiling, passes the correctness gate and times its contender
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import moelink
-from moelink.control.group import is_launched
-from moelink.errors import ConfigError
-from moelink.testing import RankFailedError, RankHungError, run_ranks
-from moelink.tools.common import Progress, followed
-from moelink.tools.results import BENCHMARK, COLLECTIVE, SCHEMA_VERSION, SYMMETRIC
+from moelink.tools.common import Progress
+from moelink.tools.results import BENCHMARK, COLLECTIVE, SYMMETRIC
 from moelink_bench.ceiling import measure_ceiling
 from moelink_bench.comparisons import comparisons_of, passed
 from moelink_bench.contenders import Contender, MoelinkContender, check_transports, compile_calls, open_communicator
-from moelink_bench.document import provenance, to_document, today
+from moelink_bench.document import head, to_document
 from moelink_bench.measure import measure_contender
 from moelink_bench.peers import VDEV, FlashInferContender, Pool, Sizes, VdevContender, flashinfer_refusal
 from moelink_bench.peers_whole import flashinfer_contenders
-from moelink_bench.presets import Case, DeviceKind, PeerName, Plan, Settings
+from moelink_bench.presets import Case, PeerName, Plan
 from moelink_bench.published import beside
+from moelink_bench.ranks import CALL_TIMEOUT, joined, reports_of, run_apart, teller
 from moelink_bench.report import RULE, RankReport, RankRow, Results, judge, overall, results_of
 from moelink_bench.sm_shares import SHARE_RULE, shares_of
-from moelink_bench.timing import Clock, CudaClock, WallClock, attempt, everyone, first_fault, host_barrier
+from moelink_bench.timing import Clock, attempt, everyone, first_fault, host_barrier
 from moelink_bench.workload import FORMULA, Workload, count_messages, make_workload, num_copies
-
-CALL_TIMEOUT = 60.0
-"""Seconds after which a call gives up on a peer."""
-
-
-@contextmanager
-def joined(rank: int, kind: DeviceKind, settings: Settings, timeout: float) -> Iterator[Clock]:
-    """Set this rank's device, make the default group and a clock, and destroy the group at the end."""
-    limit = timedelta(seconds=timeout)
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-        device = torch.device("cuda", torch.cuda.current_device())
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=limit)
-    try:
-        clock: Clock = WallClock()
-        if kind == "cuda":
-            clock = CudaClock(device, flush_bytes=2 * settings.rotation_bytes)
-        yield clock
-    finally:
-        dist.destroy_process_group()
 
 
 def moelink_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> list[RankReport]:
@@ -67,12 +38,8 @@ def moelink_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> 
     The program of ``world_size`` processes. Rank 0 appends a line per step to the file ``progress``, if one is named.
     """
 
-    def say(message: str) -> None:
-        if rank == 0 and progress:
-            with Path(progress).open("a") as stream:
-                stream.write(f"{message}\n")
-
-    with joined(rank, plan.device, plan.settings, plan.timeout) as clock:
+    say = teller(rank, progress)
+    with _joined(rank, plan) as clock:
         say("measuring the ceiling")
         ceiling = measure_ceiling(clock, samples=max(3, plan.settings.samples // 2), timeout=CALL_TIMEOUT)
         say("compiling")
@@ -85,6 +52,10 @@ def moelink_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> 
             if report.gate:
                 break
         return [RankReport.decode(said) for said in everyone(asdict(report))]
+
+
+def _joined(rank: int, plan: Plan) -> AbstractContextManager[Clock]:
+    return joined(rank, plan.device, flush_bytes=2 * plan.settings.rotation_bytes, timeout=plan.timeout)
 
 
 def compile_ahead(plan: Plan, rank: int, world_size: int, device: torch.device) -> None:
@@ -191,7 +162,7 @@ def time_contender(
 
 def vdev_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
     """Measure torch's all_to_all_vdev_2d. The program of ``world_size`` processes."""
-    with joined(rank, plan.device, plan.settings, plan.timeout) as clock:
+    with _joined(rank, plan) as clock:
         pool, reason = attempt(
             lambda: Pool([Sizes.of(case, plan.settings, world_size) for case in plan.cases], clock.device)
         )
@@ -209,7 +180,7 @@ def flashinfer_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
 
     The program of ``world_size`` processes.
     """
-    with joined(rank, plan.device, plan.settings, plan.timeout) as clock:
+    with _joined(rank, plan) as clock:
 
         def make(contender: type[FlashInferContender], case: Case) -> Contender:
             workload = make_workload(case, plan.settings, rank=rank, world_size=world_size, device=clock.device)
@@ -267,22 +238,13 @@ def run_bench(
         ConfigError: the launcher started another number of ranks.
         RankFailedError, RankHungError: a rank of moelink broke or did not end in time.
     """
-    if is_launched():
-        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if ranks != plan.ranks:
-            raise ConfigError("ranks", f"the launcher's WORLD_SIZE {ranks}", plan.ranks)
-        reports = moelink_main(rank, plan.ranks, plan)
-        if rank:
-            return None
-        reason = "runs in processes of its own: start the bench without a launcher"
-        peers = [[row for peer in plan.peers for row in _reason_rows(plan, peer, reason)]] * plan.ranks
-        return make_document(plan, results_of(plan, reports, peers), commit=commit, command=command)
-    progress(f"starting {plan.ranks} ranks")
-    with followed(progress) as path:
-        everyone: list[list[RankReport]] = run_ranks(moelink_main, plan.ranks, plan, path, timeout=plan.timeout)
-    reports = everyone[0]
-    peers = []
-    if plan.peers and not any(report.gate for report in reports):
+    reports, apart = reports_of(moelink_main, plan, progress)
+    if reports is None:
+        return None
+    peers: list[list[RankRow]] = [[]] * plan.ranks
+    if apart:
+        peers = [[row for peer in plan.peers for row in _reason_rows(plan, peer, apart)]] * plan.ranks
+    elif not any(report.gate for report in reports):
         peers = run_peers(plan, progress)
     return make_document(plan, results_of(plan, reports, peers), commit=commit, command=command)
 
@@ -315,10 +277,9 @@ def run_peer(plan: Plan, peer: PeerName, program: Callable[..., list[RankRow]]) 
         return [_reason_rows(plan, peer, f"has {lacking}")] * plan.ranks
     limit = min(PEER_TIMEOUT, plan.timeout)
     part = replace(plan, cases=tuple(plan.cases[index] for index in chosen), timeout=limit)
-    try:
-        found: list[list[RankRow]] = run_ranks(program, plan.ranks, part, timeout=limit)
-    except (RankFailedError, RankHungError) as error:
-        return [_reason_rows(plan, peer, last_line(str(error)))] * plan.ranks
+    found, reason = run_apart(program, part)
+    if reason:
+        return [_reason_rows(plan, peer, reason)] * plan.ranks
     return [[replace(row, case=chosen[row.case]) for row in rank] for rank in found]
 
 
@@ -329,12 +290,6 @@ def names_of(peer: PeerName, case: Case) -> tuple[str, ...]:
     return (VDEV,) if case.layout == "expert" else ()
 
 
-def last_line(text: str) -> str:
-    """Return the last line of ``text`` that is not empty: the error of a traceback."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no reason given"
-
-
 def _reason_rows(plan: Plan, peer: PeerName, reason: str) -> list[RankRow]:
     names = [names_of(peer, case) or (VDEV,) for case in plan.cases]
     return [RankRow(index, name, reason=reason) for index, each in enumerate(names) for name in each]
@@ -343,12 +298,8 @@ def _reason_rows(plan: Plan, peer: PeerName, reason: str) -> list[RankRow]:
 def make_document(plan: Plan, results: Results, *, commit: str | None, command: str) -> dict[str, Any]:
     """Return the JSON document of a run: without figures when the gate failed."""
     document: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "benchmark": BENCHMARK,
+        **head(BENCHMARK, command=command, commit=commit),
         "preset": plan.preset,
-        "date": today(),
-        "command": command,
-        **provenance(commit),
         "device": plan.device,
         "devices": list(results.devices),
         "ranks": plan.ranks,

@@ -17,6 +17,7 @@ to look at a change to the kernels; ``moelink bench`` measures what users get.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -35,9 +36,11 @@ from moelink.kernels.launch.constants import combine_spec, dispatch_spec
 from moelink.kernels.launch.grid import Launch
 from moelink.transports.symmetric import combine as combining
 from moelink.transports.symmetric import plans as dispatching
-from moelink_bench.document import head, script_parser, write
+from moelink_bench.document import device_names
 from moelink_bench.presets import Settings
-from moelink_bench.timing import CudaClock, capture, everyone, slowest_rank
+from moelink_bench.ranks import joined
+from moelink_bench.script import Save, Script, add_numbers
+from moelink_bench.timing import Clock, capture, everyone, slowest_rank
 
 SETTINGS = Settings(samples=10)
 METHOD = (
@@ -94,7 +97,7 @@ def in_force(chosen: Setting, phase: str, fields: dict[str, int]) -> Iterator[No
         yield
 
 
-def microseconds(call: Callable[[int], Any], clock: CudaClock) -> float:
+def microseconds(call: Callable[[int], Any], clock: Clock) -> float:
     """Return the time of one of the calls in a graph, of the slowest rank: the median of several replays."""
     call(0)
     captured = capture([functools.partial(call, i) for i in range(SETTINGS.calls)], clock.device)
@@ -110,7 +113,7 @@ def make_inputs(rank: int, copy: int, tokens: int, args: Any, device: torch.devi
     return x, ids, torch.rand(tokens, args.topk, device=device, generator=generator)
 
 
-def measure(args: Any, phases: tuple[str, ...], data: Inputs, clock: CudaClock, *, rows: int) -> dict[str, float]:
+def measure(args: Any, phases: tuple[str, ...], data: Inputs, clock: Clock, *, rows: int) -> dict[str, float]:
     """Return the microseconds of each of ``phases`` ("dispatch", "combine", "both").
 
     ``rows`` expert outputs are combined in turn; outputs rotate as ``data`` does, or over two where one phase is timed.
@@ -141,7 +144,7 @@ def measure(args: Any, phases: tuple[str, ...], data: Inputs, clock: CudaClock, 
         return found
 
 
-def rows_of_settings(args: Any, tokens: int, data: Inputs, clock: CudaClock) -> Iterator[dict[str, Any]]:
+def rows_of_settings(args: Any, tokens: int, data: Inputs, clock: Clock) -> Iterator[dict[str, Any]]:
     """Time one phase with each setting."""
     for chosen in args.settings:
         with in_force(chosen, args.phase, dict(args.spec)):
@@ -152,52 +155,46 @@ def rows_of_settings(args: Any, tokens: int, data: Inputs, clock: CudaClock) -> 
         }  # fmt: skip
 
 
-def rows_of_pairs(args: Any, tokens: int, data: Inputs, clock: CudaClock) -> Iterator[dict[str, Any]]:
+def rows_of_pairs(args: Any, tokens: int, data: Inputs, clock: Clock) -> Iterator[dict[str, Any]]:
     """Time dispatch, combine and both in turn."""
     found = measure(args, ("dispatch", "combine", "both"), data, clock, rows=min(len(data), COPIES_OF_ROWS))
     yield {"format": args.format, "tokens": tokens, **{phase: round(took, 1) for phase, took in found.items()}}
 
 
-def main() -> None:
-    """Print a line a row on rank 0, and write the document where one is asked for."""
-    parser = script_parser(__doc__, out="no file")
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the script's options."""
     parser.add_argument("settings", nargs="*", type=setting, help="senders,receivers,warps,registers[,block]")
     parser.add_argument("--phase", choices=("dispatch", "combine"), default="dispatch", help="of settings")
     parser.add_argument("--format", default="bf16")
     parser.add_argument("--spec", type=field, nargs="+", default=[], help="fields of the phase's spec: NAME=number")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
     parser.add_argument("--most", type=int, help="max_tokens_per_rank of settings; default: the largest of --tokens")
-    for name, value in (("hidden", 7168), ("experts", 256), ("topk", 8)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    args = parser.parse_args()
+    add_numbers(parser, {"hidden": 7168, "experts": 256, "topk": 8})
+
+
+def run(args: argparse.Namespace, save: Save) -> int:
+    """Print a line a row on rank 0, and save the document."""
     args.most = args.most or max(args.tokens)
-    rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    clock = CudaClock(device, flush_bytes=SETTINGS.rotation_bytes)
-    make_rows = rows_of_settings if args.settings else rows_of_pairs
-    rows = []
-    for tokens in args.tokens:
-        copies = 2 if tokens > 512 else SETTINGS.calls
-        data = [make_inputs(rank, copy, tokens, args, device) for copy in range(copies)]
-        for row in make_rows(args, tokens, data, clock):
-            rows.append(row)
-            if rank == 0:
-                print(json.dumps(row), flush=True)
-    if rank == 0 and args.out:
-        ranks = dist.get_world_size()
-        document = {
-            **head(
-                "launch settings" if args.settings else "pairs", script="sweep", commit=args.commit,
-                program=f"torchrun --nproc-per-node {ranks}",
-            ),
-            "devices": [torch.cuda.get_device_name(device)] * ranks, "ranks": ranks, "method": METHOD,
+    with joined(int(os.environ["RANK"]), "cuda", flush_bytes=SETTINGS.rotation_bytes) as clock:
+        make_rows = rows_of_settings if args.settings else rows_of_pairs
+        rows, rank, ranks = [], dist.get_rank(), dist.get_world_size()
+        for tokens in args.tokens:
+            copies = 2 if tokens > 512 else SETTINGS.calls
+            data = [make_inputs(rank, copy, tokens, args, clock.device) for copy in range(copies)]
+            for row in make_rows(args, tokens, data, clock):
+                rows.append(row)
+                if rank == 0:
+                    print(json.dumps(row), flush=True)
+    if rank == 0:
+        save("launch settings" if args.settings else "pairs", {
+            "devices": device_names("cuda") * ranks, "ranks": ranks, "method": METHOD,
             **({"most_tokens": args.most} if args.settings else {}), "hidden_size": args.hidden,
             "num_experts": args.experts, "topk": args.topk, "rows": rows,
-        }  # fmt: skip
-        write(document, args.out)
-    dist.destroy_process_group()
+        })  # fmt: skip
+    return 0
 
+
+main = Script("sweep", __doc__, options, run).main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

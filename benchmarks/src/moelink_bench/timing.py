@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol, TypeVar
@@ -25,6 +26,7 @@ from moelink.control.values import gather_values
 from moelink.errors import MoelinkError
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 def host_barrier() -> None:
@@ -111,6 +113,8 @@ class Clock(Protocol):
 class WallClock:
     """The host's time, for CPUs. Ranks start each sample together."""
 
+    now: Callable[[], float] = staticmethod(time.perf_counter)
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
@@ -127,12 +131,26 @@ class WallClock:
         measured = []
         for _ in range(warmup + samples):
             self.align()
-            times = [time.perf_counter()]
+            times = [self.now()]
             for step in steps:
                 step()
-                times.append(time.perf_counter())
-            measured.append([1e6 * (end - start) for start, end in zip(times[:-1], times[1:], strict=True)])
+                times.append(self.now())
+            measured.append([1e6 * (end - start) for start, end in pairwise(times)])
         return measured[warmup:]
+
+
+class ProcessorClock(WallClock):
+    """Processor time of this process: what calls cost the host. A CUDA device is idle when a sample starts."""
+
+    now = staticmethod(time.process_time)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def align(self) -> None:
+        """See :class:`Clock`. Of one rank."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 class CudaClock:
@@ -170,15 +188,58 @@ class CudaClock:
                 events.append(self._record())
             recorded.append(events)
         torch.cuda.synchronize(self.device)
-        return [
-            [1e3 * start.elapsed_time(end) for start, end in zip(events[:-1], events[1:], strict=True)]
-            for events in recorded[warmup:]
-        ]
+        return [[1e3 * start.elapsed_time(end) for start, end in pairwise(events)] for events in recorded[warmup:]]
 
     def _record(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+
+def make_clock(device: torch.device, *, flush_bytes: int) -> Clock:
+    """Return the clock for ``device``, on CUDA :class:`CudaClock` with ``flush_bytes``, else the host's."""
+    return CudaClock(device, flush_bytes=flush_bytes) if device.type == "cuda" else WallClock()
+
+
+def repeated(call: Action, times: int) -> Action:
+    """Return an action that makes ``call`` so many times."""
+
+    def repeat() -> None:
+        for _ in range(times):
+            call()
+
+    return repeat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """How often actions take turns: ``turns`` times ``samples`` each, after ``warmup`` more in each turn, and after
+    ``dropped`` whole turns."""
+
+    turns: int
+    samples: int = 1
+    warmup: int = 0
+    dropped: int = 0
+
+
+def in_turns(
+    actions: Mapping[K, Action],
+    clock: Clock,
+    how: Turns,
+    around: Callable[[K], AbstractContextManager[Any]] | None = None,
+) -> dict[K, list[float]]:
+    """Return the microseconds of each action's samples. They take turns, so that a clock that falls meets all of them.
+
+    ``around``: what each action's turn is enclosed in, by its name.
+    """
+    taken: dict[K, list[float]] = {name: [] for name in actions}
+    for turn in range(how.dropped + how.turns):
+        for name, action in actions.items():
+            with around(name) if around else nullcontext():
+                found = clock.measure(action, samples=how.samples, warmup=how.warmup)
+            if turn >= how.dropped:
+                taken[name] += found
+    return taken
 
 
 @dataclass(frozen=True)

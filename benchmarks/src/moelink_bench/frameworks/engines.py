@@ -1,58 +1,25 @@
-"""A layer of an inference engine over its own dispatcher and over moelink: outputs compared, then calls timed.
+"""A layer of an inference engine: its inputs and weights, its experts, and what torch makes of it on one rank.
 
-The layer's experts are products by group in bf16, the same code between both dispatchers. Every size is one batch that
-each rank has: few tokens as in decode, many as in prefill.
+The layer's experts are products by group in bf16, the same code between both dispatchers.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from moelink_bench.frameworks.steps import differences, largest_over_ranks
-from moelink_bench.timing import Clock, CudaClock, WallClock, attempt, capture, everyone, slowest_rank
+from moelink.errors import ArgumentError
+from moelink_bench.frameworks.dispatchers import Case, Contender, Parts
 
 SIZES = (1, 32, 128, 1024, 4096)
 """Tokens of a rank: decode, and prefill."""
 
-ROUNDS = 3
-"""Samples of a contender are taken in so many turns, so that a clock that falls meets all of them."""
-
-FLUSH_BYTES = 128 << 20
-"""More than the second-level cache of any GPU here."""
-
 LAYER, EXCHANGE = "layer", "dispatch and combine"
-
-
-@dataclass(frozen=True)
-class EngineCase:
-    """Sizes of the layer.
-
-    Attributes:
-        tokens: of each rank, one entry for each size that is measured.
-        hidden_size, intermediate_size, num_experts, topk: of the layer.
-        device: "cuda" or "cpu".
-    """
-
-    tokens: tuple[int, ...]
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    topk: int
-    device: str
-
-    def own_experts(self, rank: int, ranks: int) -> slice:
-        """Return the experts of ``rank``, of the case's."""
-        each = self.num_experts // ranks
-        return slice(rank * each, (rank + 1) * each)
+"""What is timed. The latter has experts that compute nothing."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +35,7 @@ class Weights:
         return Weights(self.up[experts].clone(), self.down[experts].clone())
 
 
-def make_weights(case: EngineCase) -> Weights:
+def make_weights(case: Case) -> Weights:
     """Return the weights of all experts, the same on every rank."""
     generator = torch.Generator(case.device).manual_seed(1)
 
@@ -91,7 +58,7 @@ class Batch:
     ids: Tensor
 
 
-def make_batch(case: EngineCase, rank: int, tokens: int) -> Batch:
+def make_batch(case: Case, rank: int, tokens: int) -> Batch:
     """Return the batch of ``rank``: each token's experts are drawn evenly, and their weights sum to 1."""
     generator = torch.Generator().manual_seed(100 * tokens + rank)
     x = torch.randn(tokens, case.hidden_size, generator=generator)
@@ -142,136 +109,39 @@ def reference(batch: Batch, weights: Weights) -> Tensor:
     return total
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One dispatcher in the layer.
+class Inputs:
+    """Batches of a rank by their tokens, and the weights of the case's experts.
 
     Attributes:
-        name: whose it is.
-        layer: runs the layer on a batch, and returns its output.
-        exchange: the same with experts that compute nothing; what it returns holds anything.
-        check: raises where a call since the last check lost rows or failed.
+        batches: of each size.
+        own: weights of this rank's experts.
     """
 
-    name: str
-    layer: Callable[[Batch], Tensor]
-    exchange: Callable[[Batch], object]
-    check: Callable[[], None] = lambda: None
+    def __init__(self, case: Case, rank: int, ranks: int) -> None:
+        """Draw them. Raises ArgumentError where ranks would have different numbers of experts."""
+        if case.num_experts % ranks:
+            raise ArgumentError("experts", f"a multiple of {ranks}, the number of ranks", case.num_experts)
+        self._weights = make_weights(case)
+        self.own = self._weights.of(case.own_experts(rank, ranks))
+        self.batches = {tokens: make_batch(case, rank, tokens) for tokens in case.tokens}
 
+    def expected(self, tokens: int) -> Parts:
+        """Return what the layer makes of a batch by :func:`reference`."""
+        return {"out": reference(self.batches[tokens], self._weights)}
 
-@dataclass(frozen=True)
-class Engine:
-    """What a framework's module makes of a case.
+    def contender(
+        self, name: str, run: Callable[[Batch, bool], Tensor], checked: Callable[[], None] = lambda: None
+    ) -> Contender:
+        """Return the contender of a dispatcher.
 
-    Attributes:
-        contenders: the framework's own dispatcher, and moelink's.
-        note: what has to be said of the first.
-        close: closes moelink's communicators and the framework's groups. Collective.
-        step: what a step of the engine with so many tokens on every rank is enclosed in.
-    """
-
-    contenders: Sequence[Contender]
-    note: str
-    close: Callable[[], None]
-    step: Callable[[int], contextlib.AbstractContextManager[object]] = lambda tokens: contextlib.nullcontext()
-
-
-Figures = dict[str, dict[str, Any]]
-
-
-def compare(engine: Engine, batches: Mapping[int, Batch], weights: Weights) -> dict[str, float]:
-    """Return how far each contender's output of each batch is from :func:`reference`, in its length. Collective."""
-    found = {}
-    for tokens, batch in batches.items():
-        expected = {"out": reference(batch, weights)}
-        with engine.step(tokens):
-            for contender in engine.contenders:
-                made = {"out": contender.layer(batch).float()}
-                found[f"{contender.name}, {tokens} tokens"] = differences(expected, made)["out"]
-    return largest_over_ranks(found)
-
-
-def time_engine(
-    engine: Engine, batches: Mapping[int, Batch], device: str, *, samples: int
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return rows of figures, one for each size and contender, and whether CUDA graphs held the calls. Collective.
-
-    Calls are timed one by one, and, where both contenders can be captured, as replays of a graph of one call.
-    """
-    clock = CudaClock(torch.device("cuda", torch.cuda.current_device()), flush_bytes=FLUSH_BYTES) if (
-        device == "cuda") else WallClock()  # fmt: skip
-    rows = []
-    for tokens, batch in batches.items():
-        with engine.step(tokens):
-            figures = time_calls(_calls(engine, batch), clock, samples=samples)
-        rows += [{"contender": name, "tokens": tokens, **found} for name, found in figures.items()]
-    graphs: dict[str, Any] = {"captured": False, "reason": "on CPUs there are none"}
-    if device == "cuda":
-        graphs = _time_graphs(engine, batches, clock, rows, samples)
-    for contender in engine.contenders:
-        contender.check()
-    return rows, graphs
-
-
-Calls = dict[str, dict[str, Callable[[], object]]]
-
-
-def _calls(engine: Engine, batch: Batch) -> Calls:
-    """Return by contender what is timed of it."""
-    return {
-        contender.name: {
-            LAYER: functools.partial(contender.layer, batch),
-            EXCHANGE: functools.partial(contender.exchange, batch),
+        Args:
+            name: whose it is.
+            run: returns what the layer makes of a batch; where its second argument is False, the experts compute
+                nothing, and what it returns holds anything.
+            checked: of :class:`~moelink_bench.frameworks.dispatchers.Contender`.
+        """
+        passes = {
+            LAYER: lambda tokens: run(self.batches[tokens], True),
+            EXCHANGE: lambda tokens: run(self.batches[tokens], False),
         }
-        for contender in engine.contenders
-    }
-
-
-def time_calls(calls: Calls, clock: Clock, *, samples: int) -> dict[str, Figures]:
-    """Return by contender and call the figure, contenders in turns. Collective."""
-    taken: dict[str, dict[str, list[float]]] = {name: {what: [] for what in found} for name, found in calls.items()}
-    for _ in range(ROUNDS):
-        for name, found in calls.items():
-            for what, call in found.items():
-                taken[name][what] += clock.measure(call, samples=-(-samples // ROUNDS), warmup=2)
-    return {
-        name: {what: dataclasses.asdict(slowest_rank(everyone(times))) for what, times in found.items()}
-        for name, found in taken.items()
-    }
-
-
-def _time_graphs(
-    engine: Engine, batches: Mapping[int, Batch], clock: Clock, rows: list[dict[str, Any]], samples: int
-) -> dict[str, Any]:
-    """Add figures of replayed graphs to ``rows``, and return whether both contenders could be captured. Collective."""
-    for tokens, batch in batches.items():
-        with engine.step(tokens):
-            replays: Calls = {}
-            for name, calls in _calls(engine, batch).items():
-                for what, call in calls.items():
-                    graph, reason = attempt(functools.partial(capture, [call], clock.device))
-                    if graph is None:
-                        return {"captured": False, "reason": f"{name}, {what}, {tokens} tokens: {reason}"}
-                    replays.setdefault(name, {})[f"{what}, in a graph"] = graph.replay
-            figures = time_calls(replays, clock, samples=samples)
-        for row in rows:
-            if row["tokens"] == tokens:
-                row.update(figures[row["contender"]])
-        torch.cuda.synchronize()
-    return {"captured": True, "reason": ""}
-
-
-def times_as_fast(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each size how many times as fast the second contender's medians are as the first's.
-
-    >>> figure = lambda median: {"median": median}
-    >>> rows = [{"contender": "theirs", "tokens": 1, "layer": figure(3.0)}]
-    >>> times_as_fast([*rows, {"contender": "moelink", "tokens": 1, "layer": figure(2.0)}])
-    [{'tokens': 1, 'layer': 1.5}]
-    """
-    made = []
-    for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
-        what = [name for name in theirs if name not in ("contender", "tokens")]
-        ratios = {name: round(theirs[name]["median"] / ours[name]["median"], 3) for name in what}
-        made.append({"tokens": theirs["tokens"], **ratios})
-    return made
+        return Contender(name, passes, lambda tokens: {"out": run(self.batches[tokens], True).float()}, checked)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
-from moelink_bench.frameworks.steps import Case, Parts, Step
+from moelink_bench.frameworks.dispatchers import Case, Layer
+from moelink_bench.frameworks.steps import trained
 
 
-def make_steps(case: Case, rank: int, ranks: int) -> tuple[list[Step], str]:
-    """Return Megatron's step and moelink's, and what has to be said of the first. Collective.
+def make_layer(case: Case, rank: int, ranks: int) -> Layer:
+    """Return Megatron's layer over its own dispatcher and over moelink. Collective.
 
     Raises:
         UnsupportedError: Megatron-core is not installed, or not a release that moelink supports.
@@ -43,7 +43,7 @@ def make_steps(case: Case, rank: int, ranks: int) -> tuple[list[Step], str]:
         bias_activation_fusion=False, bf16=True, params_dtype=torch.bfloat16,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(num_experts=case.num_experts, moe_grouped_gemm=False).submodules.mlp
-    settings = Settings(max_tokens_per_rank=case.tokens, device=case.device, capacity=case.capacity, timeout=120.0)
+    settings = Settings(max_tokens_per_rank=max(case.tokens), device=case.device, capacity=case.capacity, timeout=120.0)
     layers: dict[str, Any] = {}
     for name, chosen in (("Megatron alltoall", spec), ("moelink", with_moelink(spec, settings))):
         torch.manual_seed(1)
@@ -52,30 +52,16 @@ def make_steps(case: Case, rank: int, ranks: int) -> tuple[list[Step], str]:
         layers[name] = layer.to(case.device, torch.bfloat16)
     layers["moelink"].load_state_dict(layers["Megatron alltoall"].state_dict())
     generator = torch.Generator().manual_seed(10 + rank)
-    shape = (case.tokens, 1, case.hidden_size)  # sequence, batch, hidden
+    shape = (max(case.tokens), 1, case.hidden_size)  # sequence, batch, hidden
     x, heard = (torch.randn(shape, generator=generator).to(case.device, torch.bfloat16) for _ in range(2))
-    steps = []
-    for name, layer in layers.items():
-
-        def forward(layer: Any = layer) -> Tensor:
-            with torch.no_grad():
-                out: Tensor = layer(x)[0]
-                return out
-
-        def both(layer: Any = layer) -> Parts:
-            leaf = x.detach().requires_grad_()
-            layer.zero_grad(set_to_none=True)
-            out = layer(leaf)[0]
-            out.backward(heard)
-            grads = {f"{n}.grad": p.grad for n, p in layer.named_parameters() if p.grad is not None}
-            return {"out": out.detach(), "x.grad": leaf.grad, **grads}
-
-        ep = getattr(layer.token_dispatcher, "ep", None)
-        steps.append(Step(name, forward, both, getattr(ep, "check", lambda: None)))
-    return steps, "experts are Megatron's SequentialMLP, without TransformerEngine, in both"
+    contenders = [
+        trained(name, lambda x, layer=layer: layer(x)[0], {"x": x}, heard, layer, layer.token_dispatcher)
+        for name, layer in layers.items()
+    ]
+    return Layer(contenders, "experts are Megatron's SequentialMLP, without TransformerEngine, in both", _close)
 
 
-def close() -> None:
+def _close() -> None:
     """Close moelink's communicators and Megatron's groups. Collective."""
     from megatron.core import parallel_state
 

@@ -11,15 +11,8 @@ from torch import Tensor
 
 from moelink.integrations.shared import device_of
 from moelink.integrations.switch import Settings
-from moelink_bench.frameworks.engines import (
-    Batch,
-    Contender,
-    Engine,
-    EngineCase,
-    Weights,
-    products,
-    weighed_experts,
-)
+from moelink_bench.frameworks.dispatchers import Case, Layer
+from moelink_bench.frameworks.engines import Batch, Inputs, products, weighed_experts
 
 DECODE = 128
 """Tokens of a rank up to which a batch counts as decode."""
@@ -34,12 +27,11 @@ NOTE = (
 )
 
 
-def make_engine(case: EngineCase, weights: Weights, rank: int, ranks: int) -> Engine:
-    """Return SGLang's contender and moelink's. Collective.
+def make_layer(case: Case, rank: int, ranks: int) -> Layer:
+    """Return SGLang's layer over its own dispatcher and over moelink. Collective.
 
     Args:
         case: sizes.
-        weights: of this rank's experts.
         rank, ranks: of the default process group; every rank is a data-parallel one of SGLang.
 
     Raises:
@@ -57,7 +49,7 @@ def make_engine(case: EngineCase, weights: Weights, rank: int, ranks: int) -> En
     from sglang.srt.layers.moe.topk import StandardTopKOutput
     from sglang.srt.runtime_context import get_parallel
 
-    device = device_of(case.device)
+    inputs, device = Inputs(case, rank, ranks), device_of(case.device)
     group = init_model_parallel_group(
         [list(range(ranks))], device.index or 0, "nccl" if case.device == "cuda" else "gloo",
         use_pynccl=case.device == "cuda", use_custom_allreduce=False, use_mscclpp=False,
@@ -92,7 +84,7 @@ def make_engine(case: EngineCase, weights: Weights, rank: int, ranks: int) -> En
         received = theirs.dispatch(batch.x, routed(batch))
         y, topk = received.hidden_states, received.topk_output
         if computes:
-            y = weighed_experts(y, weights, topk.topk_ids, topk.topk_weights)
+            y = weighed_experts(y, inputs.own, topk.topk_ids, topk.topk_weights)
         out: Tensor = theirs.combine(standard.StandardCombineInput(y))
         return out
 
@@ -103,7 +95,7 @@ def make_engine(case: EngineCase, weights: Weights, rank: int, ranks: int) -> En
         if computes:
             ends = received.psum_num_recv_tokens_per_expert
             ends = (ends + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT  # with the padding, in which rows hold anything
-            y = products(y, weights, ends.int()) * received.topk_weights[:, None].to(y.dtype)
+            y = products(y, inputs.own, ends.int()) * received.topk_weights[:, None].to(y.dtype)
         out: Tensor = used.combine(DeepEPv2CombineInput(y, None))
         return out
 
@@ -116,11 +108,8 @@ def make_engine(case: EngineCase, weights: Weights, rank: int, ranks: int) -> En
         for used in ours.values():
             used.ep.check()
 
-    contenders = [
-        Contender("SGLang StandardDispatcher", lambda b: gathered(b, True), lambda b: gathered(b, False)),
-        Contender("moelink", lambda b: linked(b, True), lambda b: linked(b, False), check),
-    ]
-    return Engine(contenders, NOTE, opened.close, step)
+    contenders = [inputs.contender("SGLang StandardDispatcher", gathered), inputs.contender("moelink", linked, check)]
+    return Layer(contenders, NOTE, opened.close, step, inputs.expected, captured=True)
 
 
 def _close() -> None:

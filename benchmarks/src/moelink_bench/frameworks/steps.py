@@ -1,123 +1,44 @@
-"""What is compared and timed of a layer: forward, and forward with backward, on all ranks of a torchrun job."""
+"""Steps of a layer that trains: forward, and forward with backward."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from moelink_bench.timing import everyone, slowest_rank
+from moelink_bench.frameworks.dispatchers import Contender, Parts
 
-Parts = dict[str, Tensor]
 PASSES = ("forward", "forward and backward")
 
 
-@dataclass(frozen=True)
-class Case:
-    """Sizes of the layer.
+def trained(
+    name: str, layer: Callable[..., Tensor], given: Mapping[str, Tensor], heard: Tensor, module: torch.nn.Module,
+    dispatcher: Any,
+) -> Contender:  # fmt: skip
+    """Return the contender of a layer that makes an output of the tensors ``given``.
 
-    Attributes:
-        tokens: of each rank.
-        hidden_size, intermediate_size, num_experts, topk: of the layer.
-        device: "cuda" or "cpu".
-        room: rows that moelink's outputs have, over the expected ones; None for the worst case.
+    Args:
+        name: whose dispatcher it is.
+        layer: called with the tensors of ``given``, in their order.
+        given: by name, those that gradients are asked of.
+        heard: gradient of the output.
+        module: has the parameters that gradients are asked of.
+        dispatcher: has moelink's communicator as ``ep``, if it is moelink's.
     """
 
-    tokens: int
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    topk: int
-    device: str
-    room: float | None
+    def forward(_: int) -> Tensor:
+        with torch.no_grad():
+            return layer(*given.values())
 
-    @property
-    def capacity(self) -> int | None:
-        """Rows of moelink's outputs, in all experts of a rank; uniform routing expects tokens x topk of them."""
-        return None if self.room is None else int(self.room * self.tokens * self.topk)
+    def both(_: int) -> Parts:
+        leaves = {each: tensor.detach().requires_grad_() for each, tensor in given.items()}
+        module.zero_grad(set_to_none=True)
+        out = layer(*leaves.values())
+        out.backward(heard)
+        grads = {f"{each}.grad": leaf.grad for each, leaf in (*leaves.items(), *module.named_parameters())}
+        return {"out": out.detach(), **{each: grad for each, grad in grads.items() if grad is not None}}
 
-
-@dataclass(frozen=True)
-class Step:
-    """One dispatcher in the layer.
-
-    Attributes:
-        name: whose it is.
-        forward: runs the layer without gradients, and returns its output.
-        both: runs it forward and backward, and returns the output and all gradients, by name.
-        check: raises where a call since the last check lost rows or failed.
-    """
-
-    name: str
-    forward: Callable[[], Tensor]
-    both: Callable[[], Parts]
-    check: Callable[[], None] = lambda: None
-
-
-def differences(theirs: Parts, ours: Parts) -> dict[str, float]:
-    """Return |ours - theirs| / |theirs| of each part; infinite where one is missing or not finite.
-
-    >>> differences({"out": torch.tensor([3.0, 4.0])}, {"out": torch.tensor([3.0, 4.5])})
-    {'out': 0.1}
-    """
-    found = {}
-    for name, expected in theirs.items():
-        made = ours.get(name)
-        if made is None or made.shape != expected.shape:
-            found[name] = float("inf")
-            continue
-        length = float(expected.double().norm())
-        off = float((made.double() - expected.double()).norm())
-        ratio = off / length if length else off
-        found[name] = ratio if ratio < float("inf") else float("inf")
-    return found
-
-
-def largest_over_ranks(found: Mapping[str, float]) -> dict[str, float]:
-    """Return the largest of all ranks for each name, which all ranks have. Collective."""
-    values = torch.tensor([found[name] for name in sorted(found)], dtype=torch.float64)  # over gloo
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return dict(zip(sorted(found), values.tolist(), strict=True))
-
-
-def microseconds(action: Callable[[], object], device: str, calls: int) -> float:
-    """Return what a call takes on this rank, by events on CUDA, else by the clock. Collective."""
-    dist.barrier()
-    if device == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(calls):
-            action()
-        end.record()
-        torch.cuda.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3 / calls
-    start = time.perf_counter()
-    for _ in range(calls):
-        action()
-    return (time.perf_counter() - start) * 1e6 / calls
-
-
-def time_steps(
-    steps: Sequence[Step], device: str, *, samples: int, calls: int
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the figures of both passes of every step, as :class:`moelink_bench.timing.Figure`. Collective.
-
-    Samples of the steps alternate, so that a clock that falls meets all of them.
-    """
-    taken: dict[str, dict[str, list[float]]] = {step.name: {name: [] for name in PASSES} for step in steps}
-    for name in PASSES:
-        for sample in range(samples + 1):
-            for step in steps:
-                us = microseconds(step.forward if name == PASSES[0] else step.both, device, calls)
-                if sample:  # the first one warms up
-                    taken[step.name][name].append(us)
-    return {
-        who: {name: dataclasses.asdict(slowest_rank(everyone(values))) for name, values in passes.items()}
-        for who, passes in taken.items()
-    }
+    checked: Callable[[], None] = getattr(getattr(dispatcher, "ep", None), "check", lambda: None)
+    return Contender(name, dict(zip(PASSES, (forward, both), strict=True)), both, checked)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelink_bench.frameworks.steps import Case, Parts, Step
+from moelink_bench.frameworks.dispatchers import Case, Contender, Layer
+from moelink_bench.frameworks.steps import trained
 
 NOTE = (
     "torchtitan's dispatcher was made for torch 2.13; with this one it had all_to_all_single_autograd in place of "
@@ -15,8 +16,8 @@ NOTE = (
 )
 
 
-def make_steps(case: Case, rank: int, ranks: int) -> tuple[list[Step], str]:
-    """Return torchtitan's step and moelink's, and what has to be said of the first. Collective.
+def make_layer(case: Case, rank: int, ranks: int) -> Layer:
+    """Return torchtitan's layer over its own dispatcher and over moelink. Collective.
 
     Raises:
         UnsupportedError: torchtitan is not installed, or not a release that moelink supports.
@@ -31,10 +32,10 @@ def make_steps(case: Case, rank: int, ranks: int) -> tuple[list[Step], str]:
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
     set_spmd_backend("default")
-    note = _suit_older_torch()
+    note, (tokens,) = _suit_older_torch(), case.tokens
     mesh = init_device_mesh(case.device, (ranks,), mesh_dim_names=("ep",))
     config = AllToAllTokenDispatcher.Config(num_experts=case.num_experts, top_k=case.topk)
-    given: dict[str, Any] = {"hidden_dim": case.hidden_size, "num_max_tokens_per_rank": case.tokens}
+    given: dict[str, Any] = {"hidden_dim": case.hidden_size, "num_max_tokens_per_rank": tokens}
     made = {
         "torchtitan AllToAll": config,
         "moelink": dispatcher(config, capacity=case.capacity, timeout=120.0, **given),
@@ -47,36 +48,23 @@ def make_steps(case: Case, rank: int, ranks: int) -> tuple[list[Step], str]:
     with torch.no_grad():
         for parameter in experts.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
-    x = torch.randn(case.tokens, case.hidden_size, generator=generator).to(case.device, torch.bfloat16)
-    scores, ids = torch.randn(case.tokens, case.num_experts, generator=generator).softmax(-1).topk(case.topk)
+    x = torch.randn(tokens, case.hidden_size, generator=generator).to(case.device, torch.bfloat16)
+    scores, ids = torch.randn(tokens, case.num_experts, generator=generator).softmax(-1).topk(case.topk)
     scores, ids = scores.to(case.device), ids.to(case.device)
-    heard = torch.randn(case.tokens, case.hidden_size, generator=generator).to(x)
+    heard = torch.randn(tokens, case.hidden_size, generator=generator).to(x)
     counts = torch.bincount(ids.view(-1), minlength=case.num_experts)
-    steps = []
-    for name, cfg in made.items():
-        used = cfg.build()
+
+    def contender(name: str, used: Any) -> Contender:
         used.wire_meshes(ep_mesh=mesh)
 
-        def layer(x: Tensor, scores: Tensor, used: Any = used) -> Tensor:
+        def layer(x: Tensor, scores: Tensor) -> Tensor:
             rows, received, metadata = used.dispatch(x, scores, ids, counts)
             out: Tensor = used.combine(experts(rows, received), metadata, x)
             return out
 
-        def forward(layer: Any = layer) -> Tensor:
-            with torch.no_grad():
-                out: Tensor = layer(x, scores)
-                return out
+        return trained(name, layer, {"x": x, "scores": scores}, heard, experts, used)
 
-        def both(layer: Any = layer) -> Parts:
-            leaf, weights = x.detach().requires_grad_(), scores.detach().requires_grad_()
-            experts.zero_grad(set_to_none=True)
-            out = layer(leaf, weights)
-            out.backward(heard)
-            parts = {"out": out.detach(), "x.grad": leaf.grad, "scores.grad": weights.grad}
-            return {**parts, **{f"{name}.grad": p.grad for name, p in experts.named_parameters()}}
-
-        steps.append(Step(name, forward, both, getattr(getattr(used, "ep", None), "check", lambda: None)))
-    return steps, note
+    return Layer([contender(name, config.build()) for name, config in made.items()], note, _close)
 
 
 def _suit_older_torch() -> str:
@@ -92,7 +80,7 @@ def _suit_older_torch() -> str:
     return NOTE
 
 
-def close() -> None:
+def _close() -> None:
     """Close moelink's communicators. Collective."""
     from moelink.integrations.torchtitan import close as close_all
 

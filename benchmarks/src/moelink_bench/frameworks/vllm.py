@@ -16,7 +16,8 @@ from torch import Tensor
 
 from moelink.integrations.shared import device_of
 from moelink.integrations.switch import Settings
-from moelink_bench.frameworks.engines import Batch, Contender, Engine, EngineCase, Weights, weighed_experts
+from moelink_bench.frameworks.dispatchers import Case, Contender, Layer
+from moelink_bench.frameworks.engines import Batch, Inputs, Weights, weighed_experts
 
 EXTENSION = "vllm._C_stable_libtorch"
 NOTE = "experts are a product by group of torch in both, as vLLM's own need its compiled extensions"
@@ -26,12 +27,11 @@ WITHOUT = (
 )
 
 
-def make_engine(case: EngineCase, weights: Weights, rank: int, ranks: int) -> Engine:
-    """Return vLLM's contender and moelink's. Collective.
+def make_layer(case: Case, rank: int, ranks: int) -> Layer:
+    """Return vLLM's layer over its own dispatcher and over moelink. Collective.
 
     Args:
         case: sizes.
-        weights: of this rank's experts.
         rank, ranks: of the default process group; every rank is a data-parallel one of vLLM.
 
     Raises:
@@ -75,25 +75,28 @@ def make_engine(case: EngineCase, weights: Weights, rank: int, ranks: int) -> En
         theirs = maybe_make_prepare_finalize(experts.moe_config, experts.quant_config, allow_new_interface=True)
         return mk.FusedMoEKernel(theirs, experts)
 
-    def contender(ours: bool) -> Contender:
-        layer, exchange = kernel(ours, True), kernel(ours, False)
+    inputs = Inputs(case, rank, ranks)
 
-        def run(kernel: Any, batch: Batch) -> Tensor:
-            out: Tensor = kernel.apply(
-                hidden_states=batch.x, w1=weights.up, w2=weights.down, topk_weights=batch.weights, topk_ids=batch.ids,
-                activation=_activation(), global_num_experts=case.num_experts, expert_map=expert_map,
-                apply_router_weight_on_input=False,
+    def contender(ours: bool) -> Contender:
+        kernels = {computes: kernel(ours, computes) for computes in (True, False)}
+
+        def run(batch: Batch, computes: bool) -> Tensor:
+            out: Tensor = kernels[computes].apply(
+                hidden_states=batch.x, w1=inputs.own.up, w2=inputs.own.down, topk_weights=batch.weights,
+                topk_ids=batch.ids, activation=_activation(), global_num_experts=case.num_experts,
+                expert_map=expert_map, apply_router_weight_on_input=False,
             )  # fmt: skip
             return out
 
         def check() -> None:
-            for kernel in (layer, exchange):
-                kernel.prepare_finalize.ep.check()
+            for each in kernels.values():
+                each.prepare_finalize.ep.check()
 
-        name = "moelink" if ours else f"vLLM {type(layer.prepare_finalize).__name__}"
-        return Contender(name, lambda b: run(layer, b), lambda b: run(exchange, b), check if ours else lambda: None)
+        name = "moelink" if ours else f"vLLM {type(kernels[True].prepare_finalize).__name__}"
+        return inputs.contender(name, run, check if ours else lambda: None)
 
-    return Engine([contender(False), contender(True)], note, opened.close, lambda tokens: _step(tokens, ranks))
+    contenders = [contender(False), contender(True)]
+    return Layer(contenders, note, opened.close, lambda tokens: _step(tokens, ranks), inputs.expected, captured=True)
 
 
 def _activation() -> Any:
@@ -148,7 +151,7 @@ def _suit_older_nccl() -> None:
     ]
 
 
-def _experts(case: EngineCase, rank: int, ranks: int, computes: bool) -> Any:
+def _experts(case: Case, rank: int, ranks: int, computes: bool) -> Any:
     """Return experts of vLLM's modular kernel over :func:`weighed_experts`, or ones that compute nothing."""
     import vllm.model_executor.layers.fused_moe.modular_kernel as mk
     from vllm.model_executor.layers.fused_moe.config import (

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
 from moelink.routing import ExpertMap
+from moelink_bench.exchange import Exchange, count_ids, starts
 from moelink_bench.layer.contenders import (
     ROUNDINGS,
     Part,
@@ -88,29 +87,8 @@ def _experts(module: Any, at: Setting) -> torch.nn.Module:
     return Experts(SimpleNamespace(num_experts=at.shape.num_experts, _experts_implementation="grouped_mm"))  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class _Home:
-    """What brings exchanged rows home.
-
-    Attributes:
-        routing_weights: [T, K] fp32.
-        order: [T * K], slots of this rank's tokens in order of their experts.
-        arrived: [R], received rows in order of this rank's experts; None on one rank.
-        sent, received: rows to and from each rank; () on one rank.
-    """
-
-    routing_weights: Tensor
-    order: Tensor
-    arrived: Tensor | None = None
-    sent: tuple[int, ...] = ()
-    received: tuple[int, ...] = ()
-
-
 class ExchangeLayer:
-    """Sort by expert, all-to-all of a copy per expert, the products, all-to-all back, sum: torch alone.
-
-    On one rank there is nothing to exchange, and the host need not know how many rows there are.
-    """
+    """Sort by expert, all-to-all of a copy per expert, the products, all-to-all back, sum: torch alone."""
 
     name = EXCHANGE
     fmt = "bf16"
@@ -119,15 +97,13 @@ class ExchangeLayer:
     def __init__(self, at: Setting) -> None:
         """Remember the sizes."""
         self._shape, self._weights = at.shape, at.weights
-        self._ranks = at.plan.ranks
-        experts = ExpertMap(at.shape.num_experts, at.plan.ranks)
-        self._owned = [experts.num_local(rank) for rank in range(at.plan.ranks)]
-        self._local = self._owned[at.rank]
+        self._exchange = Exchange(
+            num_experts=at.shape.num_experts, topk=at.shape.topk, rank=at.rank, world_size=at.plan.ranks
+        )
         self.capturable = at.plan.ranks == 1 and at.device.type == "cuda"
         backend = "NCCL" if at.device.type == "cuda" else "gloo"
-        self.note = (
-            "nothing to exchange on one rank" if self._ranks == 1 else f"{backend}; the host waits for the counts"
-        )
+        waits = f"{backend}; the host waits for the counts"
+        self.note = "nothing to exchange on one rank" if at.plan.ranks == 1 else waits
 
     def layer(self, given: LayerInput) -> Tensor:
         """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
@@ -139,75 +115,17 @@ class ExchangeLayer:
             routing_part(self._shape),
             Part("dispatch", self._dispatch),
             *expert_parts(self._weights),
-            Part("combine", self._combine),
+            Part("combine", lambda at: self._exchange.combine(at.rows, at.home)),
         )
 
     def _dispatch(self, at: Routed) -> Rows:
-        ids = at.routing.topk_ids.flatten()
-        experts, order = ids.sort(stable=True)
-        counts = count_ids(experts, self._shape.num_experts)
-        rows = at.x[order // self._shape.topk]
-        if self._ranks == 1:
-            return Rows(rows, starts(counts), _Home(at.routing.topk_weights, order))
-        incoming = torch.empty(self._ranks * self._local, dtype=torch.int32, device=counts.device)
-        dist.all_to_all_single(incoming, counts, [self._local] * self._ranks, self._owned)
-        both = torch.cat([counts, incoming]).tolist()
-        sent = tuple(sum(part) for part in _cut(both[: len(counts)], self._owned))
-        received = tuple(sum(part) for part in _cut(both[len(counts) :], [self._local] * self._ranks))
-        arrived = exchange_rows(rows, sent, received)
-        groups = torch.arange(self._local, device=rows.device).repeat(self._ranks)
-        by_expert = torch.repeat_interleave(groups, incoming.long(), output_size=sum(received)).argsort(stable=True)
-        home = _Home(at.routing.topk_weights, order, by_expert, sent, received)
-        return Rows(arrived[by_expert], starts(incoming.view(self._ranks, -1).sum(0, dtype=torch.int32)), home)
-
-    def _combine(self, at: Rows) -> Tensor:
-        home, rows = at.home, at.rows
-        if home.arrived is not None:
-            by_source = torch.empty_like(rows)
-            by_source[home.arrived] = rows
-            rows = exchange_rows(by_source, home.received, home.sent)
-        slots = torch.empty_like(home.order)
-        slots[home.order] = torch.arange(len(slots), device=slots.device)
-        weights = home.routing_weights.to(rows.dtype)
-        out: Tensor = (rows[slots].view(*weights.shape, -1) * weights[..., None]).sum(1)
-        return out
+        return Rows(*self._exchange.dispatch(at.x, at.routing.topk_ids, at.routing.topk_weights))
 
     def check(self) -> None:
         """Nothing fails later than in the call."""
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def count_ids(ids: Tensor, num_experts: int) -> Tensor:
-    """Count ids: [num_experts] int32, without a host synchronisation. Others, such as -1, do not count.
-
-    >>> count_ids(torch.tensor([1, 1, 2, 3], dtype=torch.int32), 3).tolist()
-    [0, 2, 1]
-    """
-    counted = ids.float() if ids.device.type == "cpu" else ids.int()
-    return torch.histc(counted, bins=num_experts, min=0, max=num_experts - 1).int()
-
-
-def starts(counts: Tensor) -> Tensor:
-    """Exclusive starts and the end: ``starts([2, 0, 1]) == [0, 2, 2, 3]``."""
-    return functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-
-
-def exchange_rows(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
-    """All-to-all of rows, as bytes: [sum(sent), n] to [sum(received), n]. Collective."""
-    out = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), list(received), list(sent))
-    return out
-
-
-def _cut(values: list[int], sizes: list[int]) -> list[list[int]]:
-    """Cut a list into parts of these sizes."""
-    parts, at = [], 0
-    for size in sizes:
-        parts.append(values[at : at + size])
-        at += size
-    return parts
 
 
 class FlashInferLayer:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moelink.tools.results import LAYER_BENCHMARK, SCHEMA_VERSION
-from moelink_bench.document import provenance, to_document, today
+from moelink.tools.results import LAYER_BENCHMARK
+from moelink_bench.document import head, to_document
 from moelink_bench.layer.contenders import PARTS
 from moelink_bench.layer.plan import LayerPlan
 from moelink_bench.report import figure_of, overall
@@ -183,12 +183,8 @@ def layer_document(
     """Return the JSON document of a run from all ranks' reports: without figures when the gate failed."""
     gate = next((report.gate for report in reports if report.gate), "")
     document: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "benchmark": LAYER_BENCHMARK,
+        **head(LAYER_BENCHMARK, command=command, commit=commit),
         "preset": plan.preset,
-        "date": today(),
-        "command": command,
-        **provenance(commit),
         "device": plan.device,
         "devices": [report.device for report in reports],
         "ranks": plan.ranks,

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moelink.control.group import is_launched
 from moelink.errors import ConfigError
-from moelink.testing import RankFailedError, RankHungError, run_ranks
-from moelink.tools.common import Progress, followed
+from moelink.tools.common import Progress
 from moelink_bench.contenders import compile_calls
 from moelink_bench.layer.contenders import (
     PARTS,
@@ -45,7 +41,7 @@ from moelink_bench.layer.plan import FORMATS, LayerPlan, Shape
 from moelink_bench.layer.result import LayerRankRow, LayerReport, LayerSamples, layer_document
 from moelink_bench.peers import flashinfer_refusal
 from moelink_bench.presets import Settings
-from moelink_bench.run import CALL_TIMEOUT, joined, last_line
+from moelink_bench.ranks import CALL_TIMEOUT, joined, reports_of, run_apart, teller
 from moelink_bench.timing import (
     Clock,
     attempt,
@@ -81,12 +77,8 @@ def layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") 
     The program of ``world_size`` processes. Rank 0 appends a line per step to the file ``progress``, if one is named.
     """
 
-    def say(message: str) -> None:
-        if rank == 0 and progress:
-            with Path(progress).open("a") as stream:
-                stream.write(f"{message}\n")
-
-    with joined(rank, plan.device, plan.settings, plan.timeout) as clock, torch.no_grad():
+    say, flush = teller(rank, progress), 2 * plan.settings.rotation_bytes
+    with joined(rank, plan.device, flush_bytes=flush, timeout=plan.timeout) as clock, torch.no_grad():
         device = torch.cuda.get_device_name(clock.device) if plan.device == "cuda" else "CPU"
         report = LayerReport(device)
         for shape, most in plan.shapes().items():
@@ -277,20 +269,10 @@ def run_layer_bench(
     chosen = takes_part(plan)
     inside = replace(plan, contenders=tuple(name for name in chosen if name != FLASHINFER_LAYER))
     outside = replace(plan, contenders=(FLASHINFER_LAYER,))
-    if is_launched():
-        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if ranks != plan.ranks:
-            raise ConfigError("ranks", f"the launcher's WORLD_SIZE {ranks}", plan.ranks)
-        reports = layer_main(rank, ranks, inside)
-        if rank:
-            return None
-        absent = "runs in processes of its own: start the bench without a launcher"
-    else:
-        progress(f"starting {plan.ranks} ranks")
-        with followed(progress) as path:
-            reports = run_ranks(layer_main, plan.ranks, inside, path, timeout=plan.timeout)[0]
-        absent = flashinfer_refusal()
-        absent = absent if plan.device == "cuda" else "runs on CUDA devices only"
+    reports, absent = reports_of(layer_main, inside, progress)
+    if reports is None:
+        return None
+    absent = absent or (flashinfer_refusal() if plan.device == "cuda" else "runs on CUDA devices only")
     if FLASHINFER_LAYER in chosen and not any(report.gate for report in reports):
         reports = _with_flashinfer(outside, reports, absent, progress)
     return layer_document(plan, reports, commit=commit, command=command)
@@ -300,12 +282,10 @@ def _with_flashinfer(
     plan: LayerPlan, reports: Sequence[LayerReport], absent: str, progress: Progress
 ) -> list[LayerReport]:
     """Return ``reports`` with FlashInfer's rows; whatever goes wrong becomes the reason of its rows."""
-    rows = [[LayerRankRow(index, FLASHINFER_LAYER, reason=absent) for index in range(len(plan.cases))] for _ in reports]
+    found: list[list[LayerReport]] = []
     if not absent:
         progress(FLASHINFER_LAYER)
-        try:
-            found: list[LayerReport] = run_ranks(layer_main, plan.ranks, plan, "", timeout=plan.timeout)[0]
-            rows = [list(report.rows) for report in found]
-        except (RankFailedError, RankHungError) as error:
-            rows = [[replace(row, reason=last_line(str(error))) for row in rank] for rank in rows]
-    return [replace(report, rows=(*report.rows, *mine)) for report, mine in zip(reports, rows, strict=True)]
+        found, absent = run_apart(layer_main, plan)
+    rows = [LayerRankRow(index, FLASHINFER_LAYER, reason=absent) for index in range(len(plan.cases))]
+    theirs = [report.rows for report in found[0]] if found else [rows] * len(reports)
+    return [replace(report, rows=(*report.rows, *mine)) for report, mine in zip(reports, theirs, strict=True)]

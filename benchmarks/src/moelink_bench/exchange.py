@@ -1,0 +1,110 @@
+"""What one writes without a library: sort by expert, all-to-all of a copy per expert, all-to-all back, sum.
+
+Legend: ``T`` tokens, ``K`` topk, ``H`` hidden_size, ``E`` num_experts, ``G`` experts of a rank, ``R`` received rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from moelink.routing import ExpertMap
+
+
+@dataclass(frozen=True)
+class Home:
+    """What brings exchanged rows home.
+
+    Attributes:
+        weights: [T, K] fp32, router weights.
+        order: [T * K], slots of this rank's tokens in order of their experts.
+        arrived: [R], received rows in order of this rank's experts; None on one rank.
+        sent, received: rows to and from each rank; () on one rank.
+    """
+
+    weights: Tensor
+    order: Tensor
+    arrived: Tensor | None = None
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+
+
+class Exchange:
+    """Dispatch and combine of torch alone, over the default group.
+
+    On one rank there is nothing to exchange, and the host need not know how many rows there are.
+    """
+
+    def __init__(self, *, num_experts: int, topk: int, rank: int, world_size: int) -> None:
+        experts = ExpertMap(num_experts, world_size)
+        self._num_experts, self._topk, self._ranks = num_experts, topk, world_size
+        self._owned = [experts.num_local(each) for each in range(world_size)]
+        self._local = self._owned[rank]
+
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Home]:
+        """Return rows [R, H] by local expert, then source rank and slot; their exclusive starts [G + 1]; the way home.
+
+        Collective. Counts travel first, then all rows at once; the host waits for the former.
+        """
+        experts, order = topk_ids.flatten().sort(stable=True)
+        counts = count_ids(experts, self._num_experts)
+        rows = x[order // self._topk]
+        if self._ranks == 1:
+            return rows, starts(counts), Home(topk_weights, order)
+        incoming = torch.empty(self._ranks * self._local, dtype=torch.int32, device=counts.device)
+        dist.all_to_all_single(incoming, counts, [self._local] * self._ranks, self._owned)
+        both = torch.cat([counts, incoming]).tolist()
+        sent = tuple(sum(part) for part in _cut(both[: len(counts)], self._owned))
+        received = tuple(sum(part) for part in _cut(both[len(counts) :], [self._local] * self._ranks))
+        arrived = exchange_rows(rows, sent, received)
+        groups = torch.arange(self._local, device=rows.device).repeat(self._ranks)
+        by_expert = torch.repeat_interleave(groups, incoming.long(), output_size=sum(received)).argsort(stable=True)
+        offsets = starts(incoming.view(self._ranks, -1).sum(0, dtype=torch.int32))
+        return arrived[by_expert], offsets, Home(topk_weights, order, by_expert, sent, received)
+
+    def combine(self, rows: Tensor, home: Home) -> Tensor:
+        """Return [T, H], the weighted sum of each token's rows. Collective."""
+        if home.arrived is not None:
+            by_source = torch.empty_like(rows)
+            by_source[home.arrived] = rows
+            rows = exchange_rows(by_source, home.received, home.sent)
+        slots = torch.empty_like(home.order)
+        slots[home.order] = torch.arange(len(slots), device=slots.device)
+        weights = home.weights.to(rows.dtype)
+        out: Tensor = (rows[slots].view(*weights.shape, -1) * weights[..., None]).sum(1)
+        return out
+
+
+def count_ids(ids: Tensor, num_experts: int) -> Tensor:
+    """Count ids: [num_experts] int32, without a host synchronisation. Others, such as -1, do not count.
+
+    >>> count_ids(torch.tensor([1, 1, 2, 3], dtype=torch.int32), 3).tolist()
+    [0, 2, 1]
+    """
+    counted = ids.float() if ids.device.type == "cpu" else ids.int()
+    return torch.histc(counted, bins=num_experts, min=0, max=num_experts - 1).int()
+
+
+def starts(counts: Tensor) -> Tensor:
+    """Exclusive starts and the end: ``starts([2, 0, 1]) == [0, 2, 2, 3]``."""
+    return functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def exchange_rows(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
+    """All-to-all of rows, as bytes: [sum(sent), n] to [sum(received), n]. Collective."""
+    out = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), list(received), list(sent))
+    return out
+
+
+def _cut(values: list[int], sizes: list[int]) -> list[list[int]]:
+    """Cut a list into parts of these sizes."""
+    parts, at = [], 0
+    for size in sizes:
+        parts.append(values[at : at + size])
+        at += size
+    return parts

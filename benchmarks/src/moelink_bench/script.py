@@ -1,0 +1,98 @@
+"""Benchmarks that are started on their own: ``moelink bench NAME``, or ``python -m moelink_bench.NAME``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from moelink.control.group import is_launched
+from moelink.errors import MoelinkError
+from moelink_bench.document import command_line, head, results_folder, write
+
+SCRIPTS: Mapping[str, str] = MappingProxyType({
+    "collective": "Compare the collective transport with a sort and all_to_all_single, on CPU ranks.",
+    "experts": "Time the grouped products of experts, or launch settings of their fp8 kernel.",
+    "frameworks": "Compare a framework's own dispatcher with moelink in the same layer; by torchrun.",
+    "host": "Measure host time of calls, or what the operator layer adds to it.",
+    "launchers": "Compare the launchers of moelink.contract with a communicator.",
+    "ncu": "Record hardware counters or stall reasons of each role by Nsight Compute.",
+    "quotients": "Count the corrections that a quotient of a bf16 element by an fp32 scale needs.",
+    "render": "Write the tables of README.md and docs that show results.",
+    "roles": "Compare the kernels of two source trees, role by role, on one device.",
+    "sweep": "Time launch settings of the symmetric kernels, or pairs of calls; by torchrun.",
+})  # fmt: skip
+"""Name of each, which is its module too, and what it does."""
+
+
+def main_of(name: str) -> Callable[[Sequence[str] | None], int]:
+    """Return what runs a script with its arguments, and returns the exit status."""
+    module = f"moelink_bench.{name}" + ".__main__" * (name == "frameworks")
+    main: Callable[[Sequence[str] | None], int] = importlib.import_module(module).main
+    return main
+
+
+class Save(Protocol):
+    """Writes a result: the fields that every one begins with, then its own, which may replace the former."""
+
+    def __call__(self, benchmark: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the document, written where the command line says. Called again, it writes the file anew."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """A benchmark with a command line of its own.
+
+    Attributes:
+        name: of :data:`SCRIPTS`.
+        text: what ``--help`` says; the first line tells what it does.
+        options: adds options to those that all scripts have, ``--commit`` and ``--out``.
+        run: measures by the arguments, saves the result and returns the exit status.
+        out: file in ``benchmarks/results`` where ``--out`` names none, with arguments and "benchmark" in braces; "" for
+            no file.
+    """
+
+    name: str
+    text: str | None
+    options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Save], int]
+    out: str = ""
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Run with ``arguments``, or those of the process. An error of moelink is a line on stderr and status 1."""
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        parser = argparse.ArgumentParser(
+            f"moelink bench {self.name}", description=self.text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        default = f"benchmarks/results/{self.out}" if self.out else "no file"
+        parser.add_argument("--commit", help="commit to record, where there is no repository")
+        parser.add_argument("--out", type=Path, help=f"write the result there, as JSON; default: {default}")
+        self.options(parser)
+        args = parser.parse_args(given)
+        launcher = f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']}" if is_launched() else "python"
+        command = command_line(f"{launcher} -m moelink_bench.{self.name}", given)
+
+        def save(benchmark: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+            document = {**head(benchmark, command=command, commit=args.commit), **fields}
+            if args.out or self.out:
+                named = {**vars(args), "benchmark": benchmark}
+                write(document, args.out or results_folder() / self.out.format_map(named))
+            return document
+
+        try:
+            return self.run(args, save)
+        except MoelinkError as error:
+            print(f"moelink: {error}", file=sys.stderr)
+            return 1
+
+
+def add_numbers(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+    """Add an option for each name, an integer with that default."""
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
