@@ -8,11 +8,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from moelink_bench.contenders import Calls
 
-class NotingContender:
+
+class NotingContender(Calls):
     """Notes the order of calls."""
 
-    name, leaves_out, kernel_prefix = "noting", "nothing", "ep_"
+    name, note, kernel_prefix = "noting", "nothing", "ep_"
 
     def __init__(self, *, capturable: bool = True, alternates: bool = False) -> None:
         self.capturable, self.alternates = capturable, alternates

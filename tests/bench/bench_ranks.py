@@ -6,10 +6,10 @@ import torch
 
 import moelink
 from moelink_bench.layer.plan import LayerPlan
-from moelink_bench.layer.result import LayerReport
 from moelink_bench.layer.run import layer_main
 from moelink_bench.presets import Plan
-from moelink_bench.run import RankReport, moelink_main
+from moelink_bench.report import RankReport
+from moelink_bench.run import moelink_main
 
 
 def broken_combine_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> list[RankReport]:
@@ -26,7 +26,7 @@ def broken_combine_main(rank: int, world_size: int, plan: Plan, progress: str = 
     return moelink_main(rank, world_size, plan, progress)
 
 
-def broken_layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") -> list[LayerReport]:
+def broken_layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") -> list[RankReport]:
     """The ranks of the layer's benchmark, but the last one's combine loses a token's rows."""
     combine = moelink.Communicator.combine
 
@@ -40,6 +40,6 @@ def broken_layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str
     return layer_main(rank, world_size, plan, progress)
 
 
-def interpreted_layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") -> list[LayerReport]:
+def interpreted_layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") -> list[RankReport]:
     """The ranks of the layer's benchmark, with the tests' fast interpreter."""
     return layer_main(rank, world_size, plan, progress)

@@ -80,18 +80,22 @@ def test_differences_are_of_a_part_s_length() -> None:
 
 
 def test_experts_here_are_those_of_a_plain_loop() -> None:
+    """Those of two ranks together make the layer in fp32, and a row without experts here is zero."""
+    assert doctest.testmod(dispatchers).failed == 0
     case = Case(tokens=(5,), hidden_size=64, intermediate_size=32, num_experts=4, topk=2, device="cpu")
-    weights, batch = engines.make_weights(case), engines.make_batch(case, 0, 5)
-    here = case.own_experts(1, 2)
-    assert here == slice(2, 4)
-    local = torch.where(batch.ids >= here.start, batch.ids - here.start, -1)
-    made = engines.weighed_experts(batch.x, weights.of(here), local, batch.weights)
-    mine = torch.where(batch.ids >= here.start, batch.weights, 0.0)
-    expected = engines.reference(engines.Batch(batch.x, mine, batch.ids), weights)
-    assert differences({"out": expected}, {"out": made.float()})["out"] < dispatchers.TOLERANCE
-    assert not made[(local < 0).all(1)].any(), "a row without experts here is zero"
-    nowhere = engines.weighed_experts(batch.x, weights.of(here), torch.full_like(batch.ids, -1), batch.weights)
-    assert not nowhere.any()
+    halves = [engines.Inputs(case, rank, 2) for rank in range(2)]
+    batch, total = halves[0].batches[5], torch.zeros(5, 64)
+    assert batch.topk_weights.sum(1).tolist() == pytest.approx([1.0] * 5)
+    for rank, half in enumerate(halves):
+        assert len(half.own.down) == 2
+        local = torch.where(batch.topk_ids // 2 == rank, batch.topk_ids - 2 * rank, -1)
+        made = engines.weighed_experts(batch.x, half.own, local, batch.topk_weights)
+        assert not made[(local < 0).all(1)].any()
+        total += made.float()
+    assert differences(halves[0].expected(5), {"out": total})["out"] < dispatchers.TOLERANCE
+    assert differences(halves[1].expected(5), {"out": total})["out"] > 0.5, "another rank has another batch"
+    nowhere = torch.full_like(batch.topk_ids, -1)
+    assert not engines.weighed_experts(batch.x, halves[0].own, nowhere, batch.topk_weights).any()
 
 
 def test_a_contender_that_is_off_is_named() -> None:

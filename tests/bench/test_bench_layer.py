@@ -17,10 +17,12 @@ from moelink.formats import get_format
 from moelink.tools.results import LAYER_BENCHMARK
 from moelink_bench import render
 from moelink_bench.layer import data, make_layer_plan, peers, run, tables
-from moelink_bench.layer.contenders import PARTS, MoelinkLayer, Part, Setting, chained, run_parts
+from moelink_bench.layer.contenders import LAYER, PARTS, MoelinkLayer, Part, Setting, chained, run_parts
 from moelink_bench.layer.plan import SHAPES, LayerPlan
-from moelink_bench.layer.result import LayerRankRow, LayerReport, LayerSamples, layer_document
+from moelink_bench.layer.result import layer_document
+from moelink_bench.measure import PhaseSamples, by_part
 from moelink_bench.presets import Settings
+from moelink_bench.report import RankReport, RankRow
 from moelink_bench.timing import WallClock
 from tests.bench import bench_ranks
 from tests.bench.bench_fakes import FakeClock, FakeDevice
@@ -90,7 +92,7 @@ def test_the_error_is_that_of_the_worst_token() -> None:
 def test_a_chain_starts_again_from_its_input() -> None:
     parts = [Part("route", lambda given: given + 1), Part("dispatch", lambda at: 10 * at)]
     calls = chained(parts, 1)
-    assert [call() for call in (*calls, *calls)] == [2, 20, 2, 20] == [2, run_parts(parts, 1)] * 2
+    assert [call() for _, call in (*calls, *calls)] == [2, 20, 2, 20] == [2, run_parts(parts, 1)] * 2
 
 
 def test_a_shape_without_room_has_a_row_for_everybody() -> None:
@@ -174,8 +176,8 @@ class WrongLayer:
     def parts(self) -> tuple[Part, ...]:
         return (Part("route", self.layer),)
 
-    def check(self) -> None:
-        return None
+    def check(self) -> str:
+        return ""
 
     def close(self) -> None:
         return None
@@ -200,12 +202,12 @@ def test_what_is_wrong_is_not_timed(right: int) -> None:
     row, fault = run.run_contender(contender, [tiny_input(3)], want, settings, WallClock())
     if right == 2:
         assert (fault, row.reason, row.error) == ("", "", 0.0)
-        assert len(row.samples.eager) == len(row.samples.parts["route"]) == 1
+        assert len(row.phases[LAYER].eager) == len(row.phases["route"].eager) == 1
     else:
         assert row.error == pytest.approx(0.03, abs=1e-6)
         assert row.reason == f"not timed: {fault}"
         assert "is wrong by 0.03 of its length, more than the 0.015625 of roundings" in fault
-        assert row.samples == LayerSamples()
+        assert row.phases == {}
         assert contender.calls == 2
 
 
@@ -245,19 +247,20 @@ def test_a_graph_is_measured_whole_and_in_parts(monkeypatch: pytest.MonkeyPatch)
     settings = Settings(calls=2, samples=3, warmup=1, host_calls=2, host_samples=2)
     row, fault = run.run_contender(contender, [tiny_input(3)] * 2, want, settings, FakeClock(device))
     assert (fault, row.reason) == ("", "")
-    assert row.samples.graph == (1.5,) * 3, "of a clock that says 3 us for two calls"
-    assert row.samples.eager == (1.5,) * 2
-    assert row.samples.parts_by == "graph"
-    assert row.samples.parts == {"dispatch": (10.0,) * 3, "combine": (30.0,) * 3}
+    assert row.phases[LAYER].graph == (1.5,) * 3, "of a clock that says 3 us for two calls"
+    assert row.phases[LAYER].eager == (1.5,) * 3
+    assert {name: row.phases[name].pairs for name in ("dispatch", "combine")} == {
+        "dispatch": (10.0,) * 3, "combine": (30.0,) * 3,
+    }  # fmt: skip
     contender.right = 3  # those that are compared: the layer, and its two parts
     contender.calls = 0
     row, fault = run.run_contender(contender, [tiny_input(3)] * 2, want, settings, FakeClock(device))
     assert "the output of a replayed graph is wrong by 0.03" in fault
-    assert (row.reason, row.samples) == (fault, LayerSamples())
+    assert (row.reason, row.phases) == (fault, {})
 
 
 def test_steps_are_summed_to_parts() -> None:
-    assert run.by_part(["dispatch", "combine"], [[1.0, 5.0, 3.0, 7.0]]) == {"dispatch": (2.0,), "combine": (6.0,)}
+    assert by_part(["dispatch", "combine"], [[1.0, 5.0, 3.0, 7.0]]) == {"dispatch": (2.0,), "combine": (6.0,)}
 
 
 # --- from end to end --------------------------------------------------------------------------------------------------
@@ -364,15 +367,21 @@ def synthetic() -> dict[str, Any]:
     plan = make_layer_plan("layer", ranks=1, device="cuda", cases=["qwen3-30b-a3b"], tokens=[1, 4])
     rows = []
     for index, (ours, theirs) in enumerate(((90.0, 100.0), (120.0, 110.0))):
-        parts = {"dispatch": (20.0, 20.0), "product 1": (80.0, 80.0)}
-        samples = LayerSamples((ours, ours), (400.0, 400.0), parts, "graph")
+        parts = {"dispatch": PhaseSamples(pairs=(20.0, 20.0)), "product 1": PhaseSamples(pairs=(80.0, 80.0))}
+        whole, alone, sent = (
+            {LAYER: PhaseSamples(graph=(graph,) * 2, eager=(eager,) * 2)}
+            if graph
+            else {LAYER: PhaseSamples(eager=(eager,) * 2)}
+            for graph, eager in ((ours, 400.0), (theirs, 50.0), (None, 500.0))
+        )
         rows += [
-            LayerRankRow(index, OURS, "a note", "", 0.004, samples),
-            LayerRankRow(index, peers.TRANSFORMERS, "", "", 0.005, LayerSamples((theirs, theirs), (50.0, 50.0))),
-            LayerRankRow(index, peers.EXCHANGE, "", "", 0.005, LayerSamples((), (500.0, 500.0))),
-            LayerRankRow(index, peers.FLASHINFER_LAYER, reason="flashinfer is not installed"),
+            RankRow(index, OURS, "a note", "", {**parts, **whole}, 0.004),
+            RankRow(index, peers.TRANSFORMERS, "", "", alone, 0.005),
+            RankRow(index, peers.EXCHANGE, "", "", sent, 0.005),
+            RankRow(index, peers.FLASHINFER_LAYER, reason="flashinfer is not installed"),
         ]
-    report = LayerReport.decode(json.loads(json.dumps(dataclasses.asdict(LayerReport("Some GPU", "", tuple(rows))))))
+    made = RankReport("Some GPU", "", rows=tuple(rows))
+    report = RankReport.decode(json.loads(json.dumps(dataclasses.asdict(made))))
     document: dict[str, Any] = layer_document(plan, [report], commit="abc1234", command="moelink bench --preset layer")
     return json.loads(json.dumps(document))  # type: ignore[no-any-return]
 

@@ -319,14 +319,14 @@ def test_flashinfer_is_another_contender_by_layout(monkeypatch: pytest.MonkeyPat
         limits.append(timeout)
         peer: Any = "vdev" if program is run.vdev_main else "flashinfer"
         rows = [(index, name) for index, case in enumerate(part.cases) for name in run.names_of(peer, case)]
-        return [[RankRow(index, name, leaves_out="something") for index, name in rows]] * ranks
+        return [[RankRow(index, name, note="something") for index, name in rows]] * ranks
 
     monkeypatch.setattr(run, "flashinfer_refusal", lambda: "")
     monkeypatch.setattr(ranks_of, "run_ranks", found)
     (rows,) = run.run_peer(plan, "flashinfer", run.flashinfer_main)
     expected = [(0, FLASHINFER_WHOLE), (1, FLASHINFER), (1, FLASHINFER_MARKED)]
     assert [(row.case, row.contender) for row in rows] == expected
-    assert {row.leaves_out for row in rows} == {"something"}
+    assert {row.note for row in rows} == {"something"}
     (rows,) = run.run_peer(plan, "vdev", run.vdev_main)
     assert [(row.case, row.contender) for row in rows] == [(0, VDEV)]
     assert limits == [7.0, 7.0], "not longer than the run may take"

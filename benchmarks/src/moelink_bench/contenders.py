@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -27,30 +28,31 @@ from moelink_bench.workload import Batch, Workload, rows_to_dispatch
 
 Handle = Any
 """What a contender's dispatch returns and its combine takes."""
+Call = Callable[[], Any]
 
 
 class Contender(Protocol):
-    """A way to dispatch and combine, set up for one workload on one rank.
+    """A way to do what is measured, set up on one rank for inputs that are named by their ``copy``.
 
     Attributes:
         name: in tables and files.
-        leaves_out: what the operation does not do that moelink's does; "" for nothing.
+        note: what a reader must know to compare it, as what it leaves out; "" for nothing.
         capturable: calls do not synchronise with the host, so that a CUDA graph can hold them.
-        alternates: each dispatch must be followed by its combine, so that phases cannot be repeated on their own.
-        kernel_prefix: what the names of its kernels start with ("" for any).
+        alternates: the parts of the chain must follow one another, so that none can be repeated on its own.
+        kernel_prefix: what the names of its kernels start with ("" for any); None where they are not looked at.
     """
 
     name: str
-    leaves_out: str
+    note: str
     capturable: bool
     alternates: bool
-    kernel_prefix: str
+    kernel_prefix: str | None
 
-    def dispatch(self, copy: int) -> Handle:
-        """Dispatch input ``copy``."""
+    def repeats(self, copy: int) -> Mapping[str, Call]:
+        """Return by name what can be made again and again of an input; the last is the whole."""
 
-    def combine(self, copy: int, handle: Handle) -> Any:
-        """Bring home what stands for the experts' outputs of input ``copy``."""
+    def chain(self, copy: int) -> Sequence[tuple[str, Call]]:
+        """Return the parts of the whole by name, calls that are made one after the other; () where it has none."""
 
     def check(self) -> str:
         """What is wrong with its results, or "". Collective; synchronises."""
@@ -59,10 +61,49 @@ class Contender(Protocol):
         """Release everything. Collective."""
 
 
-class MoelinkContender:
+class Calls:
+    """A :class:`Contender` by its dispatch and its combine."""
+
+    name: str
+    note: str
+    capturable: bool
+    alternates: bool
+    kernel_prefix: str | None = ""
+
+    @abstractmethod
+    def dispatch(self, copy: int) -> Handle:
+        """Dispatch input ``copy``."""
+
+    @abstractmethod
+    def combine(self, copy: int, handle: Handle) -> Any:
+        """Bring home what stands for the experts' outputs of input ``copy``."""
+
+    def repeats(self, copy: int) -> Mapping[str, Call]:
+        """See :class:`Contender`. Combine alone is made on the handle of a dispatch of its own."""
+
+        def both() -> Any:
+            return self.combine(copy, self.dispatch(copy))
+
+        if self.alternates:
+            return {"both": both}
+        handle = self.dispatch(copy)
+        return {"dispatch": lambda: self.dispatch(copy), "combine": lambda: self.combine(copy, handle), "both": both}
+
+    def chain(self, copy: int) -> Sequence[tuple[str, Call]]:
+        """See :class:`Contender`."""
+        held: list[Handle] = [None]
+
+        def dispatch() -> Handle:
+            held[0] = self.dispatch(copy)
+            return held[0]
+
+        return ("dispatch", dispatch), ("combine", lambda: self.combine(copy, held[0]))
+
+
+class MoelinkContender(Calls):
     """One of moelink's transports. Outputs are allocated once per copy and reused."""
 
-    leaves_out = ""
+    note = ""
 
     def __init__(self, workload: Workload, *, transport: str, device: torch.device, timeout: float) -> None:
         """Open a communicator. Collective over the default group.
@@ -86,7 +127,7 @@ class MoelinkContender:
         self._combined: list[Tensor | None] = [None] * workload.copies
 
     def dispatch(self, copy: int) -> DispatchOutput:
-        """See :class:`Contender`."""
+        """See :class:`Calls`."""
         batch, (x, scales) = self._workload.batches[copy], self._workload.rows[copy]
         if self.alternates:  # rows are in the workspace, and what is beside them is made anew
             return self.ep.dispatch(x, batch.topk_ids, batch.topk_weights, scales=scales)
@@ -95,7 +136,7 @@ class MoelinkContender:
         return recv
 
     def combine(self, copy: int, handle: DispatchOutput) -> Tensor:
-        """See :class:`Contender`."""
+        """See :class:`Calls`."""
         out = self.ep.combine(self._workload.y[copy], handle, out=self._combined[copy])
         self._combined[copy] = out
         return out

@@ -116,6 +116,16 @@ def head(benchmark: str, *, command: str, commit: str | None = None) -> dict[str
     return {**made, **provenance(commit)}
 
 
+def run_head(
+    benchmark: str, plan: Any, devices: Sequence[str], gate: Mapping[str, Any], command: str, commit: str | None
+) -> dict[str, Any]:
+    """Return what the result of a preset has without figures: its head, and ``plan``, ``devices`` by rank, ``gate``."""
+    return {
+        **head(benchmark, command=command, commit=commit), "preset": plan.preset, "device": plan.device,
+        "devices": list(devices), "ranks": len(devices), "settings": to_document(plan.settings), "gate": gate,
+    }  # fmt: skip
+
+
 def device_names(device: str) -> list[str]:
     """Return the names of what a result of this process ran on: that of the CUDA device, or ``["CPU"]``."""
     return [torch.cuda.get_device_name() if device == "cuda" else "CPU"]

@@ -1,12 +1,12 @@
-"""Measure one contender on one rank: every phase, by every method that it allows."""
+"""Measure one contender on one rank: what it repeats and the parts of its chain, by every method that it allows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
-from moelink_bench.contenders import Contender
+from moelink_bench.contenders import Call, Contender
 from moelink_bench.presets import Settings
 from moelink_bench.timing import (
     Action,
@@ -20,10 +20,11 @@ from moelink_bench.timing import (
     measure_marked,
 )
 
-Phase = Literal["dispatch", "combine", "both"]
-PHASES: tuple[Phase, ...] = ("dispatch", "combine", "both")
+PHASES = ("dispatch", "combine", "both")
+"""What is measured of a dispatch with its combine."""
 
 ALTERNATES = "alone only between events, as its calls must alternate"
+FAILED = "the capture failed: "
 
 T = TypeVar("T")
 
@@ -34,8 +35,8 @@ class PhaseSamples:
 
     Attributes:
         graph: replays of a CUDA graph of many calls.
-        pairs: replays of a CUDA graph of many dispatches, each followed by its combine: this phase's part, by events
-            inside the graph. Of phases alone.
+        pairs: replays of a CUDA graph of many chains, such as dispatches each followed by its combine: this phase's
+            part, by events inside the graph. Of parts alone.
         eager: calls made one by one (events on CUDA, wall-clock time on CPUs).
         kernel: device time of the kernels of each call.
         kernels: names of those kernels.
@@ -55,11 +56,11 @@ class Measured:
     """What one rank measured of one contender.
 
     Attributes:
-        phases: by phase.
-        graph: that of phase "both", or None without one.
+        phases: by name, parts of the chain first.
+        graph: that of the whole, or None without one.
     """
 
-    phases: Mapping[Phase, PhaseSamples]
+    phases: Mapping[str, PhaseSamples]
     graph: Captured | None = None
 
 
@@ -68,65 +69,71 @@ def measure_contender(
 ) -> Measured:
     """Measure all phases. Collective: all ranks measure the same contender.
 
-    Combine alone is measured on handles of earlier dispatches of the same inputs. Where calls must alternate no phase
-    is repeated alone: its samples are parts of alternating calls. A method that fails on the way raises.
-    ``warm``: every input has been dispatched and combined before.
+    Parts of the chain that cannot be repeated alone are measured as parts of repeated chains. A method that fails on
+    the way raises. ``warm``: the chain of every input has run before.
     """
-
-    def both(copy: int) -> Any:
-        return contender.combine(copy, contender.dispatch(copy))
-
-    if not warm:
-        for copy in range(copies):
-            both(copy)
-    calls: dict[Phase, Callable[[int], Any]] = {"both": both}
-    if not contender.alternates:
-        handles = [contender.dispatch(copy) for copy in range(copies)]
-        calls = {
-            "dispatch": contender.dispatch,
-            "combine": lambda copy: contender.combine(copy, handles[copy]),
-            "both": both,
-        }
-    amount, samples = _amount(contender, settings)
-    steps = _pair_steps(contender, copies, amount)
-    phases: dict[Phase, PhaseSamples] = {}
-    if contender.alternates:
+    calls, samples = settings.host_calls, settings.host_samples
+    if contender.capturable:
+        calls, samples = settings.calls, settings.samples
+    for copy in range(0 if warm else copies):
+        for _, call in contender.chain(copy):
+            call()
+    repeats = [contender.repeats(copy) for copy in range(copies)]
+    chains = [contender.chain(index % copies) for index in range(calls)]
+    names, steps = [name for name, _ in chains[0]], [call for chain in chains for _, call in chain]
+    phases: dict[str, PhaseSamples] = {}
+    if not repeats[0].keys() >= set(names):
         times = clock.measure_steps(steps, samples=samples, warmup=min(1, settings.warmup))
-        phases |= {phase: PhaseSamples(eager=part, note=ALTERNATES) for phase, part in _parts(times).items()}
+        note = ALTERNATES if contender.alternates else ""
+        phases |= {name: PhaseSamples(eager=part, note=note) for name, part in by_part(names, times).items()}
     graph = None
-    for phase, call in calls.items():
-        phases[phase], graph = _measure_phase(contender, call, copies, settings, clock)
-    marked, reason = None, phases["both"].note
+    for name in repeats[0]:
+        made = [repeats[index % copies][name] for index in range(calls)]
+        phases[name], graph = _measure_repeated(contender, made, samples, settings.warmup, clock)
+    marked, reason = None, phases[name].note
     # A capture that failed may have left calls that must alternate out of turn: they are not made again.
-    if graph is not None or not contender.alternates:
+    if names and (graph is not None or not contender.alternates):
         marked, reason = _capture(contender, clock, lambda: capture_marked(steps, clock.device))
-    times = [] if marked is None else measure_marked(marked, samples=samples, warmup=settings.warmup, clock=clock)
-    for phase, part in _parts(times).items():
-        phases[phase] = replace(phases[phase], pairs=part, note=_with_reason(phases[phase].note, reason))
-    return Measured({phase: phases[phase] for phase in PHASES}, graph)
+    if marked is not None:
+        times = measure_marked(marked, samples=samples, warmup=settings.warmup, clock=clock)
+        phases |= {name: replace(phases[name], pairs=part) for name, part in by_part(names, times).items()}
+    for part in names:
+        phases[part] = replace(phases[part], note=_with_reason(phases[part].note, reason))
+    return Measured({name: phases[name] for name in (*names, *(each for each in phases if each not in names))}, graph)
 
 
-def _measure_phase(
-    contender: Contender, call: Callable[[int], Any], copies: int, settings: Settings, clock: Clock
+def by_part(names: Sequence[str], samples: Sequence[Sequence[float]]) -> dict[str, tuple[float, ...]]:
+    """Return the microseconds per call of each part from those of every step of every sample.
+
+    Example: parts a and b and one sample of two calls, [1, 5, 3, 7]: a took 2, b took 6.
+    """
+    width = len(names)
+    return {
+        name: tuple(sum(sample[first::width]) / len(sample[first::width]) for sample in samples)
+        for first, name in enumerate(names)
+    }
+
+
+def _measure_repeated(
+    contender: Contender, made: Sequence[Call], samples: int, warmup: int, clock: Clock
 ) -> tuple[PhaseSamples, Captured | None]:
-    """Measure calls that are repeated, and return their graph."""
-    calls, samples = _amount(contender, settings)
+    """Measure calls that can be repeated, and return their graph."""
 
     def eager() -> None:
-        for index in range(calls):
-            call(index % copies)
+        for call in made:
+            call()
 
-    by_eager = _per_call(clock.measure(eager, samples=samples, warmup=min(1, settings.warmup)), calls)
-    repeated = [lambda i=index: call(i % copies) for index in range(calls)]  # type: ignore[misc]
-    captured, note = _capture(contender, clock, lambda: capture(repeated, clock.device))
-    by_graph: tuple[float, ...] = ()
+    by_eager = clock.measure(eager, samples=samples, warmup=min(1, warmup))
+    captured, note = _capture(contender, clock, lambda: capture(made, clock.device))
+    by_graph: list[float] = []
     # Calls that must alternate are not made after a capture that failed, as in measure_contender.
     actions: list[Action] = [] if contender.alternates else [eager]
     if captured is not None:
-        by_graph = _per_call(clock.measure(captured.replay, samples=samples, warmup=settings.warmup), calls)
+        by_graph = clock.measure(captured.replay, samples=samples, warmup=warmup)
         actions = [captured.replay, *actions]
-    kernel, kernels = _kernels(contender, actions, calls, clock)
-    return PhaseSamples(graph=by_graph, eager=by_eager, kernel=kernel, kernels=kernels, note=note), captured
+    kernel, kernels = _kernels(contender.kernel_prefix, actions, len(made), clock)
+    graph, each = (tuple(sample / len(made) for sample in taken) for taken in (by_graph, by_eager))
+    return PhaseSamples(graph=graph, eager=each, kernel=kernel, kernels=kernels, note=note), captured
 
 
 def _capture(contender: Contender, clock: Clock, capturing: Callable[[], T]) -> tuple[T | None, str]:
@@ -136,30 +143,7 @@ def _capture(contender: Contender, clock: Clock, capturing: Callable[[], T]) -> 
     if not contender.capturable:
         return None, "not in a CUDA graph: its calls synchronise with the host"
     captured, reason = attempt(capturing)
-    return captured, f"the capture failed: {reason}" if reason else ""
-
-
-def _pair_steps(contender: Contender, copies: int, calls: int) -> list[Callable[[], Any]]:
-    """Return ``calls`` dispatches, each followed by its combine."""
-    handles: list[Any] = [None] * copies
-
-    def dispatch(copy: int) -> Any:
-        handles[copy] = contender.dispatch(copy)
-        return handles[copy]
-
-    steps: list[Callable[[], Any]] = []
-    for index in range(calls):
-        copy = index % copies
-        steps += [lambda c=copy: dispatch(c), lambda c=copy: contender.combine(c, handles[c])]  # type: ignore[misc]
-    return steps
-
-
-def _parts(times: Sequence[Sequence[float]]) -> dict[Phase, tuple[float, ...]]:
-    """Return samples of each phase alone, per call, from the times of all steps of :func:`_pair_steps`."""
-    return {
-        phase: tuple(sum(sample[first::2]) / len(sample[first::2]) for sample in times)
-        for first, phase in enumerate(PHASES[:2])
-    }
+    return captured, f"{FAILED}{reason}" if reason else ""
 
 
 def _with_reason(note: str, reason: str) -> str:
@@ -169,28 +153,15 @@ def _with_reason(note: str, reason: str) -> str:
     return "; ".join(text for text in (note, f"no pairs: {reason}") if text)
 
 
-def _amount(contender: Contender, settings: Settings) -> tuple[int, int]:
-    """Return the calls per sample, and the number of samples."""
-    if contender.capturable:
-        return settings.calls, settings.samples
-    return settings.host_calls, settings.host_samples
-
-
-def _per_call(samples: list[float], calls: int) -> tuple[float, ...]:
-    return tuple(sample / calls for sample in samples)
-
-
 def _kernels(
-    contender: Contender, actions: list[Action], calls: int, clock: Clock
+    prefix: str | None, actions: list[Action], calls: int, clock: Clock
 ) -> tuple[tuple[float, ...], tuple[str, ...]]:
     """Return device time per call and the kernels' names; nothing on CPUs or where the profiler sees no kernel.
 
     The first of ``actions`` counts in which every rank's profiler sees kernels: not all see those inside graphs.
     """
-    if clock.device.type != "cuda":
-        return (), ()
-    for action in actions:
-        found = kernel_times(action, calls=calls, prefix=contender.kernel_prefix, clock=clock)
+    for action in actions if prefix is not None and clock.device.type == "cuda" else ():
+        found = kernel_times(action, calls=calls, prefix=prefix or "", clock=clock)
         if all(everyone(found is not None)) and found is not None:
             return tuple(found.microseconds), found.names
     return (), ()

@@ -25,6 +25,7 @@ from moelink.errors import UnsupportedError
 from moelink.formats import get_format
 from moelink.routing import ExpertMap
 from moelink.tools.common import version_of
+from moelink_bench.contenders import Calls
 from moelink_bench.presets import Case, Settings
 from moelink_bench.timing import everyone
 from moelink_bench.workload import Workload, count_messages, num_copies, output_rows, rank_ids, rows_needed
@@ -97,14 +98,13 @@ def open_flashinfer(
     )  # fmt: skip
 
 
-class FlashInferContender:
+class FlashInferContender(Calls):
     """Dispatch of quantised rows, scales, ids and weights; combine of one bf16 row per (token, rank)."""
 
     name = FLASHINFER
-    leaves_out = f"{FLASHINFER_LEAVES_OUT}, marking the ids of rows that no token fills"
+    note = f"{FLASHINFER_LEAVES_OUT}, marking the ids of rows that no token fills"
     capturable = True
     alternates = True
-    kernel_prefix = ""
 
     def __init__(self, workload: Workload, *, rank: int, world_size: int) -> None:
         """Set up FlashInfer. Collective. Raises UnsupportedError where :func:`flashinfer_refusal` says why."""
@@ -117,7 +117,7 @@ class FlashInferContender:
         self._payloads = [payloads(case, batch.x, batch.topk_ids, batch.topk_weights) for batch in workload.batches]
 
     def dispatch(self, copy: int) -> Tensor:
-        """See :class:`~moelink_bench.contenders.Contender`."""
+        """See :class:`~moelink_bench.contenders.Calls`."""
         self._arrived(copy)
         return self._ready()
 
@@ -133,7 +133,7 @@ class FlashInferContender:
         return ready.view(-1, case.tokens, case.hidden_size)
 
     def combine(self, copy: int, handle: Tensor) -> Tensor:
-        """See :class:`~moelink_bench.contenders.Contender`."""
+        """See :class:`~moelink_bench.contenders.Calls`."""
         combined: Tensor = self._moe.combine(handle, self._case.tokens, payload_in_workspace=True)
         return combined
 
@@ -155,7 +155,7 @@ class FlashInferMarked(FlashInferContender):
     """The same with ids -1 in rows that no token fills, as moelink returns them, by a kernel after its dispatch."""
 
     name = FLASHINFER_MARKED
-    leaves_out = FLASHINFER_LEAVES_OUT
+    note = FLASHINFER_LEAVES_OUT
 
     def _arrived(self, copy: int) -> list[Tensor]:
         sent = self._payloads[copy]
@@ -284,17 +284,16 @@ def _front(memory: Tensor, *shape: int) -> Tensor:
     return memory[: math.prod(shape)].view(shape)
 
 
-class VdevContender:
+class VdevContender(Calls):
     """Rows of one workload in symmetric memory, and the two calls."""
 
     name = VDEV
     capturable = True
     alternates = False
-    kernel_prefix = ""
 
     def __init__(self, case: Case, settings: Settings, pool: Pool, *, rank: int, world_size: int) -> None:
         sizes = Sizes.of(case, settings, world_size)
-        self.leaves_out = leaves_out(case, world_size)
+        self.note = leaves_out(case, world_size)
         self._group = group_name()
         self._sends = _front(pool.sends, sizes.copies, sizes.sent, sizes.row_bytes)
         self._receives = _front(pool.receives, sizes.rows, sizes.row_bytes)
@@ -311,14 +310,14 @@ class VdevContender:
         torch.cuda.synchronize(self._sends.device)
 
     def dispatch(self, copy: int) -> int:
-        """See :class:`~moelink_bench.contenders.Contender`."""
+        """See :class:`~moelink_bench.contenders.Calls`."""
         torch.ops.symm_mem.all_to_all_vdev_2d(
             self._sends[copy], self._receives, self._splits[copy], self._arrivals[copy], self._group, major_align=1
         )
         return copy
 
     def combine(self, copy: int, handle: int) -> Tensor:
-        """See :class:`~moelink_bench.contenders.Contender`."""
+        """See :class:`~moelink_bench.contenders.Calls`."""
         torch.ops.symm_mem.all_to_all_vdev_2d_offset(
             self._results, self._returns, self._arrivals[copy], self._homecomings[copy], self._group
         )

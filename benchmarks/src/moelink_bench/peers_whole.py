@@ -28,7 +28,7 @@ class FlashInferWhole(FlashInferMarked):
     """Dispatch and permute; sum and combine. Its handle is what :meth:`Permutation.permute` returned."""
 
     name = FLASHINFER_WHOLE
-    leaves_out = WHOLE_LEAVES_OUT
+    note = WHOLE_LEAVES_OUT
 
     def __init__(self, workload: Workload, *, rank: int, world_size: int) -> None:
         """Set up FlashInfer. Collective. Raises UnsupportedError as :class:`FlashInferContender` does."""
@@ -44,12 +44,12 @@ class FlashInferWhole(FlashInferMarked):
         )  # fmt: skip
 
     def dispatch(self, copy: int) -> Permuted:  # type: ignore[override]
-        """See :class:`~moelink_bench.contenders.Contender`."""
+        """See :class:`~moelink_bench.contenders.Calls`."""
         flat = [each.reshape(self._slots, -1) for each in self._arrived(copy)]
         return self._permutation.permute(flat[0], flat[1] if len(flat) > 3 else None, *flat[-2:])
 
     def combine(self, copy: int, handle: Permuted) -> Tensor:  # type: ignore[override]
-        """See :class:`~moelink_bench.contenders.Contender`."""
+        """See :class:`~moelink_bench.contenders.Calls`."""
         return self._home(self._workload.y[copy], handle)
 
     def _home(self, y: Tensor, handle: Permuted) -> Tensor:

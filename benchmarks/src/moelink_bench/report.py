@@ -6,13 +6,13 @@ as fast as the wire allows. Every number that is shown is in the document.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moelink.tools.results import METHODS, SYMMETRIC, Method
 from moelink_bench.ceiling import Ceiling, CeilingSamples, ceiling_of
-from moelink_bench.measure import PHASES, Phase, PhaseSamples
+from moelink_bench.measure import PHASES, PhaseSamples
 from moelink_bench.presets import Case, Plan
 from moelink_bench.timing import Figure, slowest_rank
 from moelink_bench.workload import WireBytes, combine_row_bytes, dispatch_message_bytes, wire_bytes
@@ -20,13 +20,22 @@ from moelink_bench.workload import WireBytes, combine_row_bytes, dispatch_messag
 
 @dataclass(frozen=True)
 class RankRow:
-    """One contender on one case, as one rank saw it. ``reason`` says why there are no samples."""
+    """One contender on one case, as one rank saw it.
+
+    Attributes:
+        case: its index in the plan.
+        note: of the contender.
+        reason: why there are no samples, or "".
+        phases: samples by name.
+        error: of its output, where that is measured.
+    """
 
     case: int
     contender: str
-    leaves_out: str = ""
+    note: str = ""
     reason: str = ""
-    phases: dict[Phase, PhaseSamples] = field(default_factory=dict)
+    phases: Mapping[str, PhaseSamples] = field(default_factory=dict)
+    error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -44,8 +53,8 @@ class RankReport:
     """
 
     device: str
-    gate: str
-    ceiling: CeilingSamples
+    gate: str = ""
+    ceiling: CeilingSamples = CeilingSamples(0, ())
     gates: tuple[str, ...] = ()
     messages: tuple[tuple[tuple[int, ...], ...], ...] = ()
     capacities: tuple[int, ...] = ()
@@ -54,25 +63,19 @@ class RankReport:
     @classmethod
     def decode(cls, said: dict[str, Any]) -> RankReport:
         """The report that a rank sent as the values of its fields (``dataclasses.asdict``)."""
-        return cls(
-            device=said["device"],
-            gate=said["gate"],
-            ceiling=CeilingSamples(**{**said["ceiling"], "microseconds": _tuples(said["ceiling"]["microseconds"])}),
-            gates=_tuples(said["gates"]),
-            messages=_tuples(said["messages"]),
-            capacities=_tuples(said["capacities"]),
-            rows=tuple(RankRow(**{**row, "phases": _samples(row["phases"])}) for row in said["rows"]),
-        )
+        fields = {name: _tuples(value) for name, value in said.items()}
+        rows = [RankRow(**{**row, "phases": _samples(row["phases"])}) for row in said["rows"]]
+        return cls(**{**fields, "ceiling": CeilingSamples(**_tuples(said["ceiling"])), "rows": tuple(rows)})
 
 
-def _samples(said: dict[Phase, dict[str, Any]]) -> dict[Phase, PhaseSamples]:
-    return {
-        phase: PhaseSamples(**{name: _tuples(value) for name, value in each.items()}) for phase, each in said.items()
-    }
+def _samples(said: dict[str, dict[str, Any]]) -> dict[str, PhaseSamples]:
+    return {phase: PhaseSamples(**_tuples(each)) for phase, each in said.items()}
 
 
 def _tuples(value: Any) -> Any:
     """``value`` with tuples for the lists that JSON makes of them."""
+    if isinstance(value, dict):
+        return {name: _tuples(each) for name, each in value.items()}
     return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
 
 
@@ -97,7 +100,7 @@ class CaseResult:
     combine: WireBytes
     gb_per_s: float | None
 
-    def wire_us(self, phase: Phase) -> float | None:
+    def wire_us(self, phase: str) -> float | None:
         """Return the microseconds that the busiest link needs at the ceiling; None without a ceiling."""
         if self.gb_per_s is None:
             return None
@@ -130,25 +133,26 @@ class PhaseResult:
 
 @dataclass(frozen=True)
 class Row:
-    """One contender on one case; ``reason`` says why there are no figures."""
+    """One contender on one case; ``reason`` says why there are no figures, ``error`` is the largest of any rank."""
 
     case: int
     contender: str
-    leaves_out: str
+    note: str
     reason: str
-    phases: Mapping[Phase, PhaseResult]
+    phases: Mapping[str, PhaseResult]
+    error: float | None = None
 
-    def figure(self, phase: Phase, method: Method) -> Figure | None:
+    def figure(self, phase: str, method: Method) -> Figure | None:
         """Return the figure of a phase by a method, or None."""
         result = self.phases.get(phase)
         return None if result is None else getattr(result, method)
 
-    def median(self, phase: Phase, method: Method) -> float | None:
+    def median(self, phase: str, method: Method) -> float | None:
         """Return that figure's median in microseconds, or None."""
         figure = self.figure(phase, method)
         return None if figure is None else figure.median
 
-    def best(self, phase: Phase) -> Figure | None:
+    def best(self, phase: str) -> Figure | None:
         """Return the figure by the first of :data:`METHODS` that was used, or None."""
         return next((figure for method in METHODS if (figure := self.figure(phase, method))), None)
 
@@ -195,15 +199,16 @@ def case_results(plan: Plan, reports: Sequence[RankReport], ceiling: Ceiling) ->
     return tuple(results)
 
 
-def merged_row(by_rank: Sequence[RankRow], case: CaseResult) -> Row:
-    """Merge what all ranks saw of one contender into a row."""
+def merged_row(by_rank: Sequence[RankRow], wire_us: Callable[[str], float | None] = lambda _: None) -> Row:
+    """Merge what all ranks saw of one contender into a row; ``wire_us`` of a phase is what its bytes need."""
     first = by_rank[0]
     phases = {
-        phase: phase_result([row.phases[phase] for row in by_rank], case.wire_us(phase))
-        for phase in PHASES
+        phase: phase_result([row.phases[phase] for row in by_rank], wire_us(phase))
+        for phase in first.phases
         if all(phase in row.phases for row in by_rank)
     }
-    return Row(first.case, first.contender, first.leaves_out, first.reason, phases)
+    errors = [row.error for row in by_rank if row.error is not None]
+    return Row(first.case, first.contender, first.note, first.reason, phases, max(errors, default=None))
 
 
 @dataclass(frozen=True)
@@ -238,7 +243,7 @@ def results_of(plan: Plan, reports: Sequence[RankReport], peers: Sequence[Sequen
         own = [[row for row in report.rows if row.case == case.index] for report in reports]
         others = [[row for row in rank if row.case == case.index] for rank in peers]
         for column in (*zip(*own, strict=True), *zip(*others, strict=True)):
-            rows.append(merged_row(column, case))
+            rows.append(merged_row(column, case.wire_us))
     order = {"moelink collective": 0, "moelink symmetric": 2}
     rows.sort(key=lambda row: (row.case, order.get(row.contender, 1)))
     return Results("", reports[0].gates, devices, ceiling, cases, tuple(rows))
@@ -280,6 +285,32 @@ class Duel:
         return self.ours < self.theirs
 
 
+FASTER = {True: "faster", False: "NOT faster", None: "alone"}
+"""Words for what :func:`faster_in` returns."""
+
+
+def duels_of(ours: Row, others: Mapping[str, Row], phase: str) -> tuple[Duel, ...]:
+    """Return the duels of ``ours`` with all ``others`` that have a figure of the phase by the same method."""
+    duels = []
+    for name, row in others.items():
+        for method in METHODS:
+            mine, theirs = ours.median(phase, method), row.median(phase, method)
+            if mine is not None and theirs is not None:
+                duels.append(Duel(name, method, mine, theirs))
+                break
+    return tuple(duels)
+
+
+def faster_in(duels: Sequence[Duel]) -> bool | None:
+    """Return whether all duels were won; None without any."""
+    return all(duel.faster for duel in duels) if duels else None
+
+
+def said_of(duels: Sequence[Duel]) -> list[str]:
+    """Return the words of each duel."""
+    return [f"{duel.theirs / duel.ours:.2f} times as fast as {duel.contender}, {duel.method}" for duel in duels]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Of one case and phase.
@@ -297,7 +328,7 @@ class Verdict:
     """
 
     case: int
-    phase: Phase
+    phase: str
     kind: Kind
     counts: bool
     duels: tuple[Duel, ...]
@@ -319,7 +350,7 @@ def judge(cases: Sequence[CaseResult], rows: Sequence[Row]) -> tuple[Verdict, ..
     return tuple(verdicts)
 
 
-def kind_of(case: Case, phase: Phase) -> Kind:
+def kind_of(case: Case, phase: str) -> Kind:
     """Return which comparison ``phase`` of ``case`` is."""
     if phase != "both":
         return "phase"
@@ -328,20 +359,10 @@ def kind_of(case: Case, phase: Phase) -> Kind:
     return "whole operation"
 
 
-def judge_phase(case: CaseResult, phase: Phase, ours: Row, others: Mapping[str, Row]) -> Verdict:
+def judge_phase(case: CaseResult, phase: str, ours: Row, others: Mapping[str, Row]) -> Verdict:
     """Judge one case and phase."""
-    duels = []
-    for name, row in others.items():
-        method = next(
-            (m for m in METHODS if ours.median(phase, m) is not None and row.median(phase, m) is not None), None
-        )
-        if method is not None:
-            mine, theirs = ours.median(phase, method), row.median(phase, method)
-            assert mine is not None
-            assert theirs is not None
-            duels.append(Duel(name, method, mine, theirs))
-    faster = all(duel.faster for duel in duels) if duels else None
-    words = [f"{duel.theirs / duel.ours:.2f} times as fast as {duel.contender}, {duel.method}" for duel in duels]
+    duels = duels_of(ours, others, phase)
+    words = said_of(duels)
     wire_us = allowed = within = None
     best = ours.best(phase)
     if phase != "both" and case.case.tokens >= WIRE_TOKENS and case.case.num_sms is None and best is not None:
@@ -350,14 +371,15 @@ def judge_phase(case: CaseResult, phase: Phase, ours: Row, others: Mapping[str, 
             allowed = WIRE_SHARE * wire_us + WIRE_SLACK_US
             within = best.median <= allowed
             words.append(f"{best.median:.1f} us of {allowed:.1f} us allowed by the wire")
-    verdict = {True: "faster", False: "NOT faster", None: "alone"}[faster]
+    faster = faster_in(duels)
+    verdict = FASTER[faster]
     if within is not None:
         verdict += ", at the wire" if within else ", NOT at the wire"
     kind = kind_of(case.case, phase)
     what = kind if kind in COUNTED else phase
     text = f"{case.case.label}, {what}: {verdict}" + (f" ({'; '.join(words)})" if words else "")
     counts = kind in COUNTED and case.case.num_sms is None
-    return Verdict(case.index, phase, kind, counts, tuple(duels), faster, wire_us, allowed, within, text)
+    return Verdict(case.index, phase, kind, counts, duels, faster, wire_us, allowed, within, text)
 
 
 def overall(flags: Sequence[bool | None]) -> bool | None:

@@ -21,7 +21,7 @@ from moelink.errors import ConfigError
 from moelink.tools.common import Progress
 from moelink.tools.results import ROLES_BENCHMARK, SYMMETRIC
 from moelink_bench import roles_flashinfer, roles_worker
-from moelink_bench.document import head
+from moelink_bench.document import run_head
 from moelink_bench.peers import FLASHINFER, flashinfer_refusal
 from moelink_bench.presets import LAYOUTS, DeviceKind
 from moelink_bench.roles import RANKS, TOKENS, label
@@ -66,6 +66,11 @@ class RolesPlan:
             raise ConfigError("samples", "at least 1", self.rounds)
         for case in self.cases:
             config_of(case)
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """What a result says of how often things ran."""
+        return {"rounds": self.rounds, "timeout": self.timeout}
 
     @property
     def place(self) -> str:
@@ -256,12 +261,8 @@ def run_roles(
     bandwidth = copy_bandwidth(plan.device)
     run = Run(plan, progress)
     refusal = run.measure()
-    document: dict[str, Any] = {
-        **head(ROLES_BENCHMARK, command=command, commit=commit), "preset": plan.preset, "device": plan.device,
-        "devices": [run.hello.get("device", plan.device)], "ranks": 1,
-        "settings": {"rounds": plan.rounds, "timeout": plan.timeout},
-        "gate": {"passed": not run.fault, "fault": run.fault, "checked": run.checked},
-    }  # fmt: skip
+    gate = {"passed": not run.fault, "fault": run.fault, "checked": run.checked}
+    document = run_head(ROLES_BENCHMARK, plan, [run.hello.get("device", plan.device)], gate, command, commit)
     if run.fault:
         return document
     rows = rows_of(run.answers, bandwidth["gb_per_s"])

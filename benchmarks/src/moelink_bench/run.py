@@ -19,8 +19,8 @@ from moelink.tools.results import BENCHMARK, COLLECTIVE, SYMMETRIC
 from moelink_bench.ceiling import measure_ceiling
 from moelink_bench.comparisons import comparisons_of, passed
 from moelink_bench.contenders import Contender, MoelinkContender, check_transports, compile_calls, open_communicator
-from moelink_bench.document import head, to_document
-from moelink_bench.measure import measure_contender
+from moelink_bench.document import run_head, to_document
+from moelink_bench.measure import PHASES, measure_contender
 from moelink_bench.peers import VDEV, FlashInferContender, Pool, Sizes, VdevContender, flashinfer_refusal
 from moelink_bench.peers_whole import flashinfer_contenders
 from moelink_bench.presets import Case, PeerName, Plan
@@ -156,7 +156,7 @@ def time_contender(
         fault = contender.check()
         if any(not torch.equal(a, b) for a, b in zip(contender.results(), wanted, strict=True)):
             fault = f"{contender.name}: a replayed graph returns something else than the same calls made one by one"
-    row = RankRow(index, contender.name, contender.leaves_out, phases=dict(measured.phases))
+    row = RankRow(index, contender.name, contender.note, phases=dict(measured.phases))
     return row, first_fault(fault)
 
 
@@ -198,7 +198,7 @@ def peer_row(index: int, case: Case, name: str, make: Callable[[Case], Contender
     contender, reason = attempt(lambda: make(case))
     if contender is None:
         return RankRow(index, name, reason=reason)
-    row = RankRow(index, contender.name, contender.leaves_out)
+    row = RankRow(index, contender.name, contender.note)
     fault, reason = attempt(contender.check)
     fault = first_fault(fault or "")
     if fault or reason:
@@ -297,15 +297,8 @@ def _reason_rows(plan: Plan, peer: PeerName, reason: str) -> list[RankRow]:
 
 def make_document(plan: Plan, results: Results, *, commit: str | None, command: str) -> dict[str, Any]:
     """Return the JSON document of a run: without figures when the gate failed."""
-    document: dict[str, Any] = {
-        **head(BENCHMARK, command=command, commit=commit),
-        "preset": plan.preset,
-        "device": plan.device,
-        "devices": list(results.devices),
-        "ranks": plan.ranks,
-        "settings": to_document(plan.settings),
-        "gate": {"passed": not results.gate, "fault": results.gate, "checked": list(results.gates)},
-    }
+    gate = {"passed": not results.gate, "fault": results.gate, "checked": list(results.gates)}
+    document = run_head(BENCHMARK, plan, results.devices, gate, command, commit)
     if results.gate:
         return document
     verdicts = judge(results.cases, results.rows)
@@ -313,10 +306,9 @@ def make_document(plan: Plan, results: Results, *, commit: str | None, command: 
     shares = shares_of(results.cases, results.rows)
     cases = []
     for case in results.cases:
-        entry = to_document(case)
-        assert isinstance(entry, dict)
+        entry: Any = to_document(case)
         entry.pop("gb_per_s")
-        entry |= {"label": case.case.label, "wire_us": {p: case.wire_us(p) for p in ("dispatch", "combine", "both")}}  # type: ignore[arg-type]
+        entry |= {"label": case.case.label, "wire_us": {phase: case.wire_us(phase) for phase in PHASES}}
         cases.append(entry)
     return {
         **document,
@@ -324,7 +316,16 @@ def make_document(plan: Plan, results: Results, *, commit: str | None, command: 
         "bytes_formula": FORMULA,
         "ceiling": to_document(results.ceiling),
         "cases": cases,
-        "rows": to_document(results.rows),
+        "rows": [
+            {
+                "case": row.case,
+                "contender": row.contender,
+                "leaves_out": row.note,
+                "reason": row.reason,
+                "phases": to_document(row.phases),
+            }
+            for row in results.rows
+        ],
         "rule": RULE,
         "verdicts": [
             {**entry, "duels": [{**duel, "ratio": duel["theirs"] / duel["ours"]} for duel in entry["duels"]]}

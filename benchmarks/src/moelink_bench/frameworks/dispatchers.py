@@ -50,11 +50,6 @@ class Case:
         """Rows of moelink's outputs, in all experts of a rank; uniform routing expects tokens x topk of them."""
         return None if self.room is None else int(self.room * max(self.tokens) * self.topk)
 
-    def own_experts(self, rank: int, ranks: int) -> slice:
-        """Return the experts of ``rank``, of the case's."""
-        each = self.num_experts // ranks
-        return slice(rank * each, (rank + 1) * each)
-
 
 @dataclass(frozen=True)
 class Contender:

@@ -12,7 +12,8 @@ from torch import Tensor
 from moelink.integrations.shared import device_of
 from moelink.integrations.switch import Settings
 from moelink_bench.frameworks.dispatchers import Case, Layer
-from moelink_bench.frameworks.engines import Batch, Inputs, products, weighed_experts
+from moelink_bench.frameworks.engines import Inputs, products, weighed_experts
+from moelink_bench.workload import Batch
 
 DECODE = 128
 """Tokens of a rank up to which a batch counts as decode."""
@@ -78,7 +79,7 @@ def make_layer(case: Case, rank: int, ranks: int) -> Layer:
     }  # fmt: skip
 
     def routed(batch: Batch) -> Any:
-        return StandardTopKOutput(batch.weights, batch.ids, None)
+        return StandardTopKOutput(batch.topk_weights, batch.topk_ids, None)
 
     def gathered(batch: Batch, computes: bool) -> Tensor:
         received = theirs.dispatch(batch.x, routed(batch))

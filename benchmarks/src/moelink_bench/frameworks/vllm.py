@@ -17,7 +17,9 @@ from torch import Tensor
 from moelink.integrations.shared import device_of
 from moelink.integrations.switch import Settings
 from moelink_bench.frameworks.dispatchers import Case, Contender, Layer
-from moelink_bench.frameworks.engines import Batch, Inputs, Weights, weighed_experts
+from moelink_bench.frameworks.engines import Inputs, weighed_experts
+from moelink_bench.layer.data import Weights
+from moelink_bench.workload import Batch
 
 EXTENSION = "vllm._C_stable_libtorch"
 NOTE = "experts are a product by group of torch in both, as vLLM's own need its compiled extensions"
@@ -82,8 +84,8 @@ def make_layer(case: Case, rank: int, ranks: int) -> Layer:
 
         def run(batch: Batch, computes: bool) -> Tensor:
             out: Tensor = kernels[computes].apply(
-                hidden_states=batch.x, w1=inputs.own.up, w2=inputs.own.down, topk_weights=batch.weights,
-                topk_ids=batch.ids, activation=_activation(), global_num_experts=case.num_experts,
+                hidden_states=batch.x, w1=inputs.own.gate_up, w2=inputs.own.down, topk_weights=batch.topk_weights,
+                topk_ids=batch.topk_ids, activation=_activation(), global_num_experts=case.num_experts,
                 expert_map=expert_map, apply_router_weight_on_input=False,
             )  # fmt: skip
             return out

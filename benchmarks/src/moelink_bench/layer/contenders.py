@@ -7,8 +7,9 @@ products and the activation with the same functions, so that they differ in how 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -27,11 +28,14 @@ from moelink.nn.moe import Experts
 from moelink.nn.quantized_experts import INNER_FORMAT, QuantizedExperts
 from moelink.nn.router import RouterConfig, Routing, route
 from moelink.rows.gated import gated_activation
+from moelink_bench.contenders import Call
 from moelink_bench.layer.data import LayerInput, Weights, choose
 from moelink_bench.layer.plan import LayerPlan, Shape
 
 PARTS = ("route", "dispatch", "convert", "product 1", "activation", "product 2", "combine")
 """Parts of the layer, in order. Not every contender has all of them."""
+LAYER = "layer"
+"""Name of the whole, in samples."""
 
 
 class Part(NamedTuple):
@@ -66,8 +70,8 @@ class LayerContender(Protocol):
     def parts(self) -> tuple[Part, ...]:
         """Return the layer as a chain whose last part returns the output; () where it cannot be taken apart."""
 
-    def check(self) -> None:
-        """Raise what went wrong in the calls so far. Synchronises."""
+    def check(self) -> str:
+        """What is wrong with the calls so far, or "", or raise it. Synchronises."""
 
     def close(self) -> None:
         """Release everything. Collective."""
@@ -78,6 +82,49 @@ ROUNDINGS = 2.0**-6
 FP8_ROUNDINGS = 2.0**-5
 """The same where what goes into the second product is rounded to bf16 and then to fp8: the former moves some of the
 latter's roundings to the next code."""
+
+
+class Chain:
+    """A :class:`LayerContender` that computes the layer by its parts; nothing is open, and nothing fails later."""
+
+    fmt = "bf16"
+    fp8_experts, tolerance = False, ROUNDINGS
+    capturable = True
+
+    def layer(self, given: LayerInput) -> Tensor:
+        """See :class:`LayerContender`."""
+        return run_parts(self.parts(), given)
+
+    def parts(self) -> tuple[Part, ...]:
+        """See :class:`LayerContender`."""
+        return ()
+
+    def check(self) -> str:
+        """See :class:`LayerContender`."""
+        return ""
+
+    def close(self) -> None:
+        """See :class:`LayerContender`. Workspaces go with the process."""
+
+
+class Given:
+    """A layer with its inputs: a :class:`~moelink_bench.contenders.Contender`."""
+
+    alternates = False
+    kernel_prefix: str | None = None
+
+    def __init__(self, contender: LayerContender, inputs: Sequence[LayerInput]) -> None:
+        self._contender, self._inputs = contender, inputs
+        self.name, self.note, self.capturable = contender.name, contender.note, contender.capturable
+        self.check, self.close = contender.check, contender.close
+
+    def repeats(self, copy: int) -> Mapping[str, Call]:
+        """The layer as a whole."""
+        return {LAYER: functools.partial(self._contender.layer, self._inputs[copy])}
+
+    def chain(self, copy: int) -> Sequence[tuple[str, Call]]:
+        """The parts of the layer."""
+        return chained(self._contender.parts(), self._inputs[copy])
 
 
 @dataclass(frozen=True)
@@ -113,18 +160,16 @@ def run_parts(parts: Sequence[Part], given: LayerInput) -> Tensor:
     return value  # type: ignore[no-any-return]
 
 
-def chained(parts: Sequence[Part], given: LayerInput) -> list[Callable[[], Any]]:
-    """Return calls without arguments that run the chain when they are made one after the other, again and again."""
+def chained(parts: Sequence[Part], given: LayerInput) -> list[tuple[str, Call]]:
+    """Return by name calls without arguments that run the chain when they are made one after the other, again and
+    again."""
     held: list[Any] = [None]
 
-    def step(index: int, part: Part) -> Callable[[], Any]:
-        def run() -> Any:
-            held[0] = part.run(held[0] if index else given)
-            return held[0]
+    def run(index: int, part: Part) -> Any:
+        held[0] = part.run(held[0] if index else given)
+        return held[0]
 
-        return run
-
-    return [step(index, part) for index, part in enumerate(parts)]
+    return [(part.name, functools.partial(run, index, part)) for index, part in enumerate(parts)]
 
 
 def routing_part(shape: Shape) -> Part:
@@ -260,9 +305,10 @@ class MoelinkLayer:
     def _combine(self, at: Rows) -> Tensor:
         return self.ep.combine(at.rows, at.home)
 
-    def check(self) -> None:
+    def check(self) -> str:
         """See :class:`LayerContender`."""
         self.ep.check()
+        return ""
 
     def close(self) -> None:
         """See :class:`LayerContender`."""

@@ -62,16 +62,17 @@ def _empty(shape: Shape, groups: int, device: torch.device) -> Weights:
     )
 
 
+def make_input(shape: Shape, tokens: int, *, seed: int, device: torch.device) -> LayerInput:
+    """Draw one input."""
+    generator = torch.Generator(device).manual_seed(2 * seed + 1)
+    x = torch.randn(tokens, shape.hidden_size, generator=generator, dtype=torch.bfloat16, device=device)
+    return LayerInput(x, torch.randn(tokens, shape.num_experts, generator=generator, device=device))
+
+
 def make_inputs(case: LayerCase, settings: Settings, *, rank: int, device: torch.device) -> tuple[LayerInput, ...]:
     """Draw this rank's inputs, one per call of a sample."""
-    inputs = []
-    for copy in range(case.calls(settings)):
-        seed = (settings.seed * 1009 + copy) * 1013 + rank
-        generator = torch.Generator(device).manual_seed(2 * seed + 1)
-        x = torch.randn(case.tokens, case.shape.hidden_size, generator=generator, dtype=torch.bfloat16, device=device)
-        logits = torch.randn(case.tokens, case.shape.num_experts, generator=generator, device=device)
-        inputs.append(LayerInput(x, logits))
-    return tuple(inputs)
+    seeds = [(settings.seed * 1009 + copy) * 1013 + rank for copy in range(case.calls(settings))]
+    return tuple(make_input(case.shape, case.tokens, seed=seed, device=device) for seed in seeds)
 
 
 def choose(given: LayerInput, shape: Shape) -> Routing:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from moelink.routing import ExpertMap
 from moelink_bench.exchange import Exchange, count_ids, starts
 from moelink_bench.layer.contenders import (
-    ROUNDINGS,
+    Chain,
     Part,
     Routed,
     Rows,
@@ -25,7 +25,6 @@ from moelink_bench.layer.contenders import (
     expert_parts,
     require,
     routing_part,
-    run_parts,
 )
 from moelink_bench.layer.data import LayerInput, choose
 from moelink_bench.peers import flashinfer_refusal, open_flashinfer
@@ -35,14 +34,11 @@ EXCHANGE = "sort + all-to-all"
 FLASHINFER_LAYER = "FlashInfer one-sided"
 
 
-class TransformersLayer:
+class TransformersLayer(Chain):
     """The experts of Hugging Face transformers with its implementation "grouped_mm", its own function."""
 
     name = TRANSFORMERS
     note = "transformers' own function, products and activation included; its weights are bf16, as models pass them"
-    fmt = "bf16"
-    fp8_experts, tolerance = False, ROUNDINGS
-    capturable = True
 
     def __init__(self, at: Setting) -> None:
         """Find the function. Raises UnsupportedError where it cannot run."""
@@ -57,16 +53,6 @@ class TransformersLayer:
         routing = choose(given, self._shape)
         out: Tensor = self._experts(given.x, routing.topk_ids, routing.topk_weights.to(given.x.dtype))
         return out
-
-    def parts(self) -> tuple[Part, ...]:
-        """None: it is one function."""
-        return ()
-
-    def check(self) -> None:
-        """Nothing fails later than in the call."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def _experts(module: Any, at: Setting) -> torch.nn.Module:
@@ -87,12 +73,10 @@ def _experts(module: Any, at: Setting) -> torch.nn.Module:
     return Experts(SimpleNamespace(num_experts=at.shape.num_experts, _experts_implementation="grouped_mm"))  # type: ignore[no-any-return]
 
 
-class ExchangeLayer:
+class ExchangeLayer(Chain):
     """Sort by expert, all-to-all of a copy per expert, the products, all-to-all back, sum: torch alone."""
 
     name = EXCHANGE
-    fmt = "bf16"
-    fp8_experts, tolerance = False, ROUNDINGS
 
     def __init__(self, at: Setting) -> None:
         """Remember the sizes."""
@@ -104,10 +88,6 @@ class ExchangeLayer:
         backend = "NCCL" if at.device.type == "cuda" else "gloo"
         waits = f"{backend}; the host waits for the counts"
         self.note = "nothing to exchange on one rank" if at.plan.ranks == 1 else waits
-
-    def layer(self, given: LayerInput) -> Tensor:
-        """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
-        return run_parts(self.parts(), given)
 
     def parts(self) -> tuple[Part, ...]:
         """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
@@ -121,14 +101,8 @@ class ExchangeLayer:
     def _dispatch(self, at: Routed) -> Rows:
         return Rows(*self._exchange.dispatch(at.x, at.routing.topk_ids, at.routing.topk_weights))
 
-    def check(self) -> None:
-        """Nothing fails later than in the call."""
 
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class FlashInferLayer:
+class FlashInferLayer(Chain):
     """FlashInfer's one-sided all-to-all, with the products over all rows that could have come.
 
     Its rows stay where they arrive, by source rank. So that nothing waits for the host, the permutation by expert and
@@ -137,9 +111,6 @@ class FlashInferLayer:
 
     name = FLASHINFER_LAYER
     note = "one all-to-all sized for the most tokens; the permutation and the sum before combine are torch's"
-    fmt = "bf16"
-    fp8_experts, tolerance = False, ROUNDINGS
-    capturable = True
 
     def __init__(self, at: Setting) -> None:
         """Set up FlashInfer. Collective. Raises UnsupportedError where it is not installed."""
@@ -152,10 +123,6 @@ class FlashInferLayer:
         self._shape, self._weights = at.shape, at.weights
         experts = ExpertMap(at.shape.num_experts, at.plan.ranks)
         self._first, self._local = experts.first(at.rank), experts.num_local(at.rank)
-
-    def layer(self, given: LayerInput) -> Tensor:
-        """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
-        return run_parts(self.parts(), given)
 
     def parts(self) -> tuple[Part, ...]:
         """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
@@ -194,9 +161,3 @@ class FlashInferLayer:
         ready.view(ranks * tokens, hidden).copy_(rows.view(ranks * tokens, -1, hidden).sum(1))
         out: Tensor = self._moe.combine(ready.view(ranks, tokens, hidden), tokens, payload_in_workspace=True)
         return out
-
-    def check(self) -> None:
-        """Nothing fails later than in the call."""
-
-    def close(self) -> None:
-        """Release nothing: the workspace goes with the process."""

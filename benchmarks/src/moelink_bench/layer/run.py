@@ -20,11 +20,10 @@ from moelink.errors import ConfigError
 from moelink.tools.common import Progress
 from moelink_bench.contenders import compile_calls
 from moelink_bench.layer.contenders import (
-    PARTS,
+    Given,
     LayerContender,
     MoelinkLayer,
     Setting,
-    chained,
     moelink_maker,
     run_parts,
 )
@@ -38,20 +37,13 @@ from moelink_bench.layer.peers import (
     TransformersLayer,
 )
 from moelink_bench.layer.plan import FORMATS, LayerPlan, Shape
-from moelink_bench.layer.result import LayerRankRow, LayerReport, LayerSamples, layer_document
+from moelink_bench.layer.result import layer_document
+from moelink_bench.measure import PhaseSamples, measure_contender
 from moelink_bench.peers import flashinfer_refusal
 from moelink_bench.presets import Settings
 from moelink_bench.ranks import CALL_TIMEOUT, joined, reports_of, run_apart, teller
-from moelink_bench.timing import (
-    Clock,
-    attempt,
-    capture,
-    capture_marked,
-    everyone,
-    first_fault,
-    host_barrier,
-    measure_marked,
-)
+from moelink_bench.report import RankReport, RankRow
+from moelink_bench.timing import Clock, attempt, everyone, first_fault, host_barrier
 
 MAKERS: Mapping[str, Callable[[Setting], LayerContender]] = MappingProxyType({
     **{f"moelink {fmt}": moelink_maker(fmt) for fmt in FORMATS},
@@ -71,7 +63,7 @@ def takes_part(plan: LayerPlan) -> tuple[str, ...]:
     return tuple(name for name in MAKERS if name in names and (plan.peers or name.startswith("moelink")))
 
 
-def layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") -> list[LayerReport]:
+def layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") -> list[RankReport]:
     """Run all cases; every rank returns the reports of all.
 
     The program of ``world_size`` processes. Rank 0 appends a line per step to the file ``progress``, if one is named.
@@ -80,7 +72,7 @@ def layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") 
     say, flush = teller(rank, progress), 2 * plan.settings.rotation_bytes
     with joined(rank, plan.device, flush_bytes=flush, timeout=plan.timeout) as clock, torch.no_grad():
         device = torch.cuda.get_device_name(clock.device) if plan.device == "cuda" else "CPU"
-        report = LayerReport(device)
+        report = RankReport(device)
         for shape, most in plan.shapes().items():
             say(f"{shape.model}: weights")
             made, reason = attempt(lambda shape=shape: weights_of(shape, plan, rank, clock.device))  # type: ignore[misc]
@@ -94,7 +86,7 @@ def layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") 
                 torch.cuda.empty_cache()
             if report.gate:
                 break
-        return [LayerReport.decode(said) for said in everyone(asdict(report))]
+        return [RankReport.decode(said) for said in everyone(asdict(report))]
 
 
 def weights_of(shape: Shape, plan: LayerPlan, rank: int, device: torch.device) -> Weights:
@@ -102,23 +94,23 @@ def weights_of(shape: Shape, plan: LayerPlan, rank: int, device: torch.device) -
     return make_weights(shape, seed=plan.settings.seed, rank=rank, world_size=plan.ranks, device=device)
 
 
-def absent_rows(plan: LayerPlan, shape: Shape, reason: str) -> list[LayerRankRow]:
+def absent_rows(plan: LayerPlan, shape: Shape, reason: str) -> list[RankRow]:
     """Rows of all contenders for all cases of ``shape``, which could not be made."""
     cases = [index for index, case in enumerate(plan.cases) if case.shape == shape]
-    return [LayerRankRow(index, name, reason=reason) for index in cases for name in takes_part(plan)]
+    return [RankRow(index, name, reason=reason) for index in cases for name in takes_part(plan)]
 
 
-def run_shape(report: LayerReport, at: Setting, clock: Clock, say: Callable[[str], None]) -> LayerReport:
+def run_shape(report: RankReport, at: Setting, clock: Clock, say: Callable[[str], None]) -> RankReport:
     """Run all cases of one shape, and return ``report`` with its rows, or with what is wrong."""
     cases = [(index, case) for index, case in enumerate(at.plan.cases) if case.shape == at.shape]
-    rows: list[LayerRankRow] = []
+    rows: list[RankRow] = []
     open_: dict[str, LayerContender] = {}
     try:
         for name in takes_part(at.plan):
             say(f"{at.shape.model}: opening {name}")
             made, reason = attempt(lambda name=name: MAKERS[name](at))  # type: ignore[misc]
             if made is None:
-                rows += [LayerRankRow(index, name, reason=reason) for index, _ in cases]
+                rows += [RankRow(index, name, reason=reason) for index, _ in cases]
                 continue
             open_[name] = made
             if isinstance(made, MoelinkLayer) and made.capturable and at.plan.ranks > 1:
@@ -130,7 +122,7 @@ def run_shape(report: LayerReport, at: Setting, clock: Clock, say: Callable[[str
             inputs = make_inputs(case, at.plan.settings, rank=at.rank, device=at.device)
             truths, reason = attempt(lambda given=inputs[0]: _truths(list(open_.values()), given, at))  # type: ignore[misc]
             if truths is None:
-                rows += [LayerRankRow(index, name, reason=f"no truth: {reason}") for name in open_]
+                rows += [RankRow(index, name, reason=f"no truth: {reason}") for name in open_]
                 continue
             for name, contender in open_.items():
                 row, fault = run_contender(
@@ -157,13 +149,13 @@ def _truths(contenders: Sequence[LayerContender], given: LayerInput, at: Setting
 
 def run_contender(
     contender: LayerContender, inputs: Sequence[LayerInput], want: Tensor, settings: Settings, clock: Clock
-) -> tuple[LayerRankRow, str]:
+) -> tuple[RankRow, str]:
     """Compare a contender with the truth of the first input, and time it if it is right. Collective.
 
     Returns:
         Its row, and what is wrong with its output on any rank, or "".
     """
-    row = LayerRankRow(0, contender.name, contender.note)
+    row = RankRow(0, contender.name, contender.note)
     error, reason = attempt(lambda: wrong_by(contender, inputs[0], want))
     if error is None:
         return replace(row, reason=reason), ""
@@ -174,9 +166,9 @@ def run_contender(
     timed, reason = attempt(lambda: time_layer(contender, inputs, want, settings, clock))
     if timed is None:
         return replace(row, reason=reason), ""
-    samples, fault = timed
+    phases, fault = timed
     fault = first_fault(fault)
-    return (replace(row, reason=fault) if fault else replace(row, samples=samples)), fault
+    return (replace(row, reason=fault) if fault else replace(row, phases=phases)), fault
 
 
 def _fault(what: str, error: float, contender: LayerContender) -> str:
@@ -198,61 +190,18 @@ def wrong_by(contender: LayerContender, given: LayerInput, want: Tensor) -> floa
 
 def time_layer(
     contender: LayerContender, inputs: Sequence[LayerInput], want: Tensor, settings: Settings, clock: Clock
-) -> tuple[LayerSamples, str]:
+) -> tuple[dict[str, PhaseSamples], str]:
     """Measure the layer whole and in parts; return the samples, and what is wrong with a replayed output, or "".
 
-    Collective. The first input was computed before; the others are computed once here.
+    Collective. A sample has a call of each input. The first input was computed before.
     """
-    calls = len(inputs)
-    whole: list[Callable[[], Tensor]] = [lambda given=given: contender.layer(given) for given in inputs]  # type: ignore[misc]
-    chain = [call for given in inputs for call in chained(contender.parts(), given)]
-    names = [part.name for part in contender.parts()]
-    for call in (*whole[1:], *chain[len(names) :]):
-        call()
-
-    def eager() -> None:
-        for call in whole:
-            call()
-
-    by_eager = clock.measure(eager, samples=settings.host_samples, warmup=min(1, settings.warmup))
-    samples = LayerSamples(eager=tuple(sample / calls for sample in by_eager))
-    if not (contender.capturable and clock.device.type == "cuda"):
-        if names:
-            steps = clock.measure_steps(chain, samples=settings.host_samples, warmup=min(1, settings.warmup))
-            samples = replace(samples, parts=by_part(names, steps), parts_by="eager")
-        contender.check()
-        return samples, ""
-    captured, reason = attempt(lambda: capture(whole, clock.device))
-    if captured is None:
-        return replace(samples, note=f"no CUDA graph: {reason}"), ""
-    replays = clock.measure(captured.replay, samples=settings.samples, warmup=settings.warmup)
-    samples = replace(samples, graph=tuple(sample / calls for sample in replays))
-    error = worst_error(captured.results[0], want)
+    calls = replace(settings, calls=len(inputs), host_calls=len(inputs))
+    measured = measure_contender(Given(contender, inputs), copies=len(inputs), settings=calls, clock=clock)
     contender.check()
-    fault = _fault("the output of a replayed graph", error, contender)
-    del captured
-    if names:
-        marked, reason = attempt(lambda: capture_marked(chain, clock.device))
-        if marked is None:
-            return replace(samples, note=f"no parts: {reason}"), fault
-        steps = measure_marked(marked, samples=settings.samples, warmup=settings.warmup, clock=clock)
-        samples = replace(samples, parts=by_part(names, steps), parts_by="graph")
-        contender.check()
-    return samples, fault
-
-
-def by_part(names: Sequence[str], samples: Sequence[Sequence[float]]) -> dict[str, tuple[float, ...]]:
-    """Return the microseconds per call of each part from those of every step of every sample.
-
-    Example: parts a and b and one sample of two calls, [1, 5, 3, 7]: a took 2, b took 6.
-    """
-    assert set(names) <= set(PARTS)
-    width = len(names)
-    return {
-        name: tuple(sum(sample[first::width]) / len(sample[first::width]) for sample in samples)
-        for first, name in enumerate(names)
-        if samples
-    }
+    if measured.graph is None:
+        return dict(measured.phases), ""
+    error = worst_error(measured.graph.results[0], want)
+    return dict(measured.phases), _fault("the output of a replayed graph", error, contender)
 
 
 def run_layer_bench(
@@ -279,13 +228,13 @@ def run_layer_bench(
 
 
 def _with_flashinfer(
-    plan: LayerPlan, reports: Sequence[LayerReport], absent: str, progress: Progress
-) -> list[LayerReport]:
+    plan: LayerPlan, reports: Sequence[RankReport], absent: str, progress: Progress
+) -> list[RankReport]:
     """Return ``reports`` with FlashInfer's rows; whatever goes wrong becomes the reason of its rows."""
-    found: list[list[LayerReport]] = []
+    found: list[list[RankReport]] = []
     if not absent:
         progress(FLASHINFER_LAYER)
         found, absent = run_apart(layer_main, plan)
-    rows = [LayerRankRow(index, FLASHINFER_LAYER, reason=absent) for index in range(len(plan.cases))]
+    rows = [RankRow(index, FLASHINFER_LAYER, reason=absent) for index in range(len(plan.cases))]
     theirs = [report.rows for report in found[0]] if found else [rows] * len(reports)
     return [replace(report, rows=(*report.rows, *mine)) for report, mine in zip(reports, theirs, strict=True)]
