@@ -136,12 +136,12 @@ def test_a_plan_reads_the_times_of_a_result(smoke: Path) -> None:
 def test_results_are_shown_and_drawn(smoke: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     from moelink.tools.cli.console import make_console
-    from moelink_bench.command import bench_view
     from moelink_bench.picture import points_of
+    from moelink_bench.view import view
 
     document = json.loads(smoke.read_text())
     console = make_console()
-    console.print(bench_view(console, document))
+    console.print(view(console, document))
     text = capsys.readouterr().out
     gate = "NOT passed" if document["speed_gate"]["passed"] is False else "not judged"
     said = ("correctness gate passed in 3 cases", COLLECTIVE, "runs on CUDA devices only", f"speed gate: {gate}")

@@ -12,9 +12,9 @@ from moelink.tools.plan.fit import load_points
 from moelink.tools.results import COLLECTIVE, SYMMETRIC
 from moelink_bench import make_plan, render, run
 from moelink_bench.ceiling import CeilingSamples
-from moelink_bench.command import bench_view, method_rows
 from moelink_bench.measure import PhaseSamples
 from moelink_bench.report import RankReport, RankRow, results_of
+from moelink_bench.view import method_rows, view
 
 PEER = "FlashInfer + permute + sum"
 ALONE = ("dispatch", "combine")
@@ -76,7 +76,7 @@ def test_documents_become_text_and_tables(make: Any, method: str, capsys: pytest
     rest = {"graph": ("-", ""), "eager": ("110.0 (110.0-110.0)", "")}
     assert by_method == {name: line for name, line in rest.items() if name != method}
     console = make_console()
-    console.print(bench_view(console, document))
+    console.print(view(console, document))
     assert ("25.0 (25.0-25.0)" in capsys.readouterr().out) == (method == "pairs")
     median = row["phases"]["dispatch"][method]["median"]
     assert render.cell(row["phases"]["dispatch"]) == f"{median:.1f} ({median:.1f} – {median:.1f}) {method}"

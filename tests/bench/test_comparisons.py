@@ -15,7 +15,6 @@ from moelink.tools.results import COLLECTIVE, SYMMETRIC
 from moelink_bench import Case, command, make_plan, render, run
 from moelink_bench import ranks as ranks_of
 from moelink_bench.ceiling import CeilingSamples
-from moelink_bench.command import bench_view
 from moelink_bench.comparisons import AS_ENGINES, COLUMNS, HEAD, gate_line, summary, table_of
 from moelink_bench.measure import PhaseSamples
 from moelink_bench.peers import FLASHINFER, FLASHINFER_MARKED, VDEV
@@ -24,6 +23,7 @@ from moelink_bench.presets import PRESETS
 from moelink_bench.published import DEEPEP_V2, beside, published_lines
 from moelink_bench.report import RankReport, RankRow, results_of
 from moelink_bench.sm_shares import share_lines
+from moelink_bench.view import view
 
 pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
 
@@ -181,7 +181,7 @@ def test_comparisons_are_printed_and_rendered(capsys: pytest.CaptureFixture[str]
     assert heads == [HEAD, *(name for name in COLUMNS if name not in (AS_ENGINES, "pair, by rank"))]
     assert lines[0][:4] == ["1 token, fp8_block128", "9.0 : 9.9 (1.10)", "10.0 : 20.0 (2.00)", "4.5 : 5.0 (1.10)"]
     console = make_console()
-    console.print(bench_view(console, document))
+    console.print(view(console, document))
     shown = capsys.readouterr().out
     for words in (
         "comparisons that count",
@@ -260,7 +260,7 @@ def test_other_forms_by_rank_are_information(capsys: pytest.CaptureFixture[str])
     ]
     assert lines[0][5:7] == ["4.5 : 4.9 (1.09)"] * 2, "phases are those of the shortest call"
     console = make_console()
-    console.print(bench_view(console, document))
+    console.print(view(console, document))
     counted = capsys.readouterr().out.partition("comparisons that count")[2].partition("that do not count")[0]
     assert "10.0 : 20.0 (2.00)" in counted
     assert "by rank, views" not in counted
@@ -363,7 +363,7 @@ def test_shares_of_the_full_speed_are_stated(capsys: pytest.CaptureFixture[str])
     assert document["sm_shares"][0]["dispatch"] == pytest.approx(0.55), "by pairs inside a graph"
     assert "60% of the pair's speed with 24 SMs, 90% of the pair's speed with 64 SMs" in document["sm_share_rule"]
     console = make_console()
-    console.print(bench_view(console, document))
+    console.print(view(console, document))
     shown = capsys.readouterr().out
     for words in ("share of the full speed", "60%: NOT met", "90%: met"):
         assert words in shown

@@ -16,7 +16,7 @@ from moelink_bench import peers, render, roles, roles_flashinfer, roles_preset, 
 from moelink_bench import roles_worker as worker
 from moelink_bench.peers import FLASHINFER
 from moelink_bench.roles_preset import make_roles_plan
-from moelink_bench.roles_view import roles_view
+from moelink_bench.view import view
 from tests.support.paths import ROOT
 
 COUNTS = {"messages": 8, "own_messages": 4, "rows": 8, "own_rows": 4, "row": 110664, "scale": 14336}
@@ -93,7 +93,7 @@ def test_rows_and_comparisons(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert (found["dispatch", "rank"]["ours"], found["dispatch", "rank"]["ratio"]) == (5.0, 2.0)
     assert (found["combine", "expert"]["ours"], found["combine", "expert"]["ratio"]) == (10.0, 0.5)
     console = make_console()
-    console.print(roles_view(console, document))
+    console.print(view(console, document))
     assert "2.0 (50 %)" in capsys.readouterr().out
     page = render.page([], [], [("roles_preset_h200.json", document)])
     remarked = {**document, "remark": "Disturbed."}
