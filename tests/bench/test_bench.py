@@ -18,11 +18,11 @@ from moelink.formats import get_format
 from moelink.tools.cli import main
 from moelink.tools.results import COLLECTIVE, SYMMETRIC
 from moelink_bench import Case, make_plan, ranks, render, run, timing
-from moelink_bench.ceiling import Ceiling, CeilingSamples
+from moelink_bench.ceiling import CeilingSamples
 from moelink_bench.contenders import MoelinkContender, check_transports, compacted, first_difference
 from moelink_bench.measure import PhaseSamples
 from moelink_bench.presets import SMOKE
-from moelink_bench.report import RankReport, RankRow, results_of
+from moelink_bench.report import RankReport, RankRow
 from moelink_bench.workload import Batch, make_workload, rank_batch
 from tests.bench import bench_ranks
 
@@ -230,7 +230,7 @@ def test_a_red_gate_shows_no_figure(
 def test_a_red_document_has_no_figure() -> None:
     plan = make_plan("smoke", ranks=2, device="cpu")
     red = RankReport(device="CPU", gate="broken", ceiling=CeilingSamples(0, (), "none"))
-    document = run.make_document(plan, results_of(plan, [red, red], []), commit="abc", command="")
+    document = run.make_document(plan, [red, red], [], commit="abc", command="")
     assert document["gate"] == {"passed": False, "fault": "broken", "checked": []}
     assert document["commit"] == "abc"
     assert not {"rows", "cases", "ceiling", "verdicts"} & set(document)
@@ -379,10 +379,10 @@ def test_rows_of_a_peer_are_merged_in_order() -> None:
     own = (RankRow(0, COLLECTIVE, phases=samples), RankRow(0, SYMMETRIC, phases=samples))
     report = RankReport("CPU", "", CeilingSamples(0, (), "none"), ("ok",), (((1, 2),),), (16,), own)
     peers = [[RankRow(0, "peer", reason="because")]] * 2
-    results = results_of(plan, [report, report], peers)
-    assert [row.contender for row in results.rows] == [COLLECTIVE, "peer", SYMMETRIC]
-    assert results.ceiling == Ceiling(None, (), results.ceiling.method, "none")
-    document = run.make_document(plan, results, commit=None, command="")
+    document = run.make_document(plan, [report, report], peers, commit=None, command="")
+    assert [row["contender"] for row in document["rows"]] == [COLLECTIVE, "peer", SYMMETRIC]
+    method = document["ceiling"]["method"]
+    assert document["ceiling"] == {"gb_per_s": None, "by_rank": [], "method": method, "reason": "none"}
     assert document["cases"][0]["wire_us"] == {"dispatch": None, "combine": None, "both": None}
     assert json.loads(json.dumps(document)) == document
 

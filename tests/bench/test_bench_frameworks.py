@@ -16,8 +16,7 @@ from moelink.testing import run_ranks
 from moelink_bench import ranks as ranks_of
 from moelink_bench.frameworks import __main__ as command
 from moelink_bench.frameworks import dispatchers, engines
-from moelink_bench.frameworks.dispatchers import Amount, Case, differences
-from moelink_bench.frameworks.steps import PASSES
+from moelink_bench.frameworks.dispatchers import PASSES, Amount, Case, differences
 from moelink_bench.timing import Clock, Turns, WallClock
 from tests.bench import frameworks_ranks as ranks
 

@@ -16,7 +16,8 @@ import moelink
 from moelink.formats import get_format
 from moelink.tools.results import LAYER_BENCHMARK
 from moelink_bench import render
-from moelink_bench.layer import data, make_layer_plan, peers, run, tables
+from moelink_bench.layer import data, make_layer_plan, peers, run
+from moelink_bench.layer import result as tables
 from moelink_bench.layer.contenders import LAYER, PARTS, MoelinkLayer, Part, Setting, chained, run_parts
 from moelink_bench.layer.plan import SHAPES, LayerPlan
 from moelink_bench.layer.result import layer_document

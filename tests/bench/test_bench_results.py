@@ -13,7 +13,7 @@ from moelink.tools.results import COLLECTIVE, SYMMETRIC
 from moelink_bench import make_plan, render, run
 from moelink_bench.ceiling import CeilingSamples
 from moelink_bench.measure import PhaseSamples
-from moelink_bench.report import RankReport, RankRow, results_of
+from moelink_bench.report import RankReport, RankRow
 from moelink_bench.view import method_rows, view
 
 PEER = "FlashInfer + permute + sum"
@@ -34,7 +34,7 @@ def with_pairs() -> dict[str, Any]:
     link = CeilingSamples(1_000_000, ((10.0,),))
     report = RankReport("Some GPU", "", link, ("ok",), (((1,),),), (16,), rows)
     peers = [[RankRow(0, PEER, phases={**dict.fromkeys(ALONE, turns), "both": both})]]
-    document = run.make_document(plan, results_of(plan, [report], peers), commit="abc1234", command="moelink bench")
+    document = run.make_document(plan, [report], peers, commit="abc1234", command="moelink bench")
     loaded: dict[str, Any] = json.loads(json.dumps(document))
     return loaded
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from moelink.memory.workspace import Workspace
 from moelink.tools.cli import app
-from moelink_bench import Case, document, host, host_table, launchers, ncu, quotients, sweep
+from moelink_bench import Case, document, host, launchers, ncu, quotients, sweep
 from moelink_bench.script import SCRIPTS, Script, main_of
 from tests.support.paths import ROOT
 
@@ -208,7 +208,7 @@ def test_host_time_of_calls_is_measured_with_its_floor(monkeypatch: pytest.Monke
     assert made["tensors_of_a_pair"] == 4
     assert all(us[part] > 0 for part in ("tensors", "launches", "pair", "pair, looked at", "bound pair", *host.TARGETS))
     assert us["own"] == round(us["pair"] - us["tensors"] - us["launches"], 1)
-    table = host_table.times_table([("host_time_x.json", made)]).splitlines()
+    table = host.times_table([("host_time_x.json", made)]).splitlines()
     assert f" {us['pair']:.1f} " in table[2]
     assert "GPU played" in table[2]
     assert "**40**" in table[3]
@@ -216,7 +216,7 @@ def test_host_time_of_calls_is_measured_with_its_floor(monkeypatch: pytest.Monke
 
 def test_a_verdict_says_whose_the_time_is() -> None:
     def verdict(**us: float) -> str:
-        return host_table.verdict("x.json", {"microseconds": us})
+        return host.verdict("x.json", {"microseconds": us})
 
     assert "13.2 more than its target; the launches alone were not measured" in verdict(pair=53.2, tensors=9.0)
     near = verdict(pair=42.0, tensors=10.0, launches=12.0, own=20.0)
@@ -231,7 +231,7 @@ def test_a_verdict_says_whose_the_time_is() -> None:
 def test_the_operators_are_judged_by_their_budget() -> None:
     def words(more: float) -> str:
         medians = {"direct": 60.0, "operator": 60.0 + more, "operator, gradients": 400.0, "choice": 2.0}
-        return host_table.overhead_of({
+        return host.overhead_of({
             "rows": [{"tokens": 1, "us": {name: {"median": value} for name, value in medians.items()}}],
             "device": "cuda", "devices": ["NVIDIA H200"], "case": {"transport": "symmetric"}, "date": "2026-11-25",
             "versions": {"torch": "2.11.0"},

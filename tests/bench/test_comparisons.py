@@ -15,14 +15,22 @@ from moelink.tools.results import COLLECTIVE, SYMMETRIC
 from moelink_bench import Case, command, make_plan, render, run
 from moelink_bench import ranks as ranks_of
 from moelink_bench.ceiling import CeilingSamples
-from moelink_bench.comparisons import AS_ENGINES, COLUMNS, HEAD, gate_line, summary, table_of
+from moelink_bench.comparisons import (
+    AS_ENGINES,
+    COLUMNS,
+    DEEPEP_V2,
+    HEAD,
+    beside,
+    gate_line,
+    published_lines,
+    share_lines,
+    summary,
+    table_of,
+)
 from moelink_bench.measure import PhaseSamples
-from moelink_bench.peers import FLASHINFER, FLASHINFER_MARKED, VDEV
-from moelink_bench.peers_whole import FLASHINFER_WHOLE
+from moelink_bench.peers import FLASHINFER, FLASHINFER_MARKED, FLASHINFER_WHOLE, VDEV
 from moelink_bench.presets import PRESETS
-from moelink_bench.published import DEEPEP_V2, beside, published_lines
-from moelink_bench.report import RankReport, RankRow, results_of
-from moelink_bench.sm_shares import share_lines
+from moelink_bench.report import RankReport, RankRow
 from moelink_bench.view import view
 
 pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
@@ -47,7 +55,7 @@ def document_of(plan: Any, times: dict[str, list[float | str]]) -> dict[str, Any
         "Some GPU", "", CeilingSamples(0, (), "none"), ("ok",) * size, (((1,),),) * size, (16,) * size, own
     )
     others = [[row for row in rows if row not in own]]
-    document = run.make_document(plan, results_of(plan, [report], others), commit="abc1234", command="moelink bench")
+    document = run.make_document(plan, [report], others, commit="abc1234", command="moelink bench")
     loaded: dict[str, Any] = json.loads(json.dumps(document))
     return loaded
 
@@ -150,7 +158,7 @@ def test_a_phase_that_is_slower_loses_nothing() -> None:
     mine = RankRow(0, SYMMETRIC, phases=samples(9.0))
     theirs = RankRow(0, FLASHINFER, phases={**fast, "both": PhaseSamples(graph=(10.0,))})
     report = RankReport("Some GPU", "", CeilingSamples(0, (), "none"), ("ok",), (((1,),),), (16,), (mine,))
-    made = run.make_document(plan, results_of(plan, [report], [[theirs]]), commit=None, command="")
+    made = run.make_document(plan, [report], [[theirs]], commit=None, command="")
     faster = {verdict["phase"]: verdict["faster"] for verdict in made["verdicts"]}
     assert faster == {"dispatch": False, "combine": True, "both": True}
     assert made["speed_gate"]["comparisons"][0]["passed"] is True

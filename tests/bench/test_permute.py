@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moelink_bench import peers, peers_whole
+from moelink_bench import peers
 from moelink_bench.contenders import difference_from_truth
-from moelink_bench.peers import FlashInferMarked
-from moelink_bench.peers_whole import FlashInferWhole
+from moelink_bench.peers import FlashInferMarked, FlashInferWhole
 from moelink_bench.permute import Permutation
 from moelink_bench.presets import SMOKE, Case
 from moelink_bench.workload import make_workload
@@ -139,7 +138,7 @@ def test_a_wrong_whole_operation_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_names_by_layout() -> None:
     by_rank, by_expert = (
-        [contender.name for contender in peers_whole.flashinfer_contenders(layout)] for layout in ("rank", "expert")
+        [contender.name for contender in peers.flashinfer_contenders(layout)] for layout in ("rank", "expert")
     )
     assert by_rank == ["FlashInfer one-sided", "FlashInfer as engines call it"]
     assert by_expert == ["FlashInfer + permute + sum"]

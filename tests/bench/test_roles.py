@@ -13,7 +13,7 @@ import torch
 import moelink
 from moelink_bench import roles
 from moelink_bench import roles_worker as worker
-from moelink_bench.roles_bytes import bytes_of
+from moelink_bench.roles_result import bytes_of
 from tests.support.paths import ROOT
 from tests.support.symmetric_ranks import note_launches
 

@@ -28,7 +28,7 @@ OF_BENCH = (
     Mutant("kernels for SM limits are not compiled ahead", "benchmarks/src/moelink_bench/run.py",
            "compile_calls(ep, quantised=case.quantised, num_sms=case.num_sms)", "compile_calls(ep, quantised=case.quantised, num_sms=None)",
            "bench/test_bench.py::test_kernels_are_compiled_ahead_once_on_one_rank"),
-    Mutant("shares compare other cases", "benchmarks/src/moelink_bench/sm_shares.py",
+    Mutant("shares compare other cases", "benchmarks/src/moelink_bench/comparisons.py",
            "return without / with_limit", "return with_limit / without",
            "bench/test_comparisons.py::test_shares_of_the_full_speed_are_stated"),
     Mutant("a row goes to the first of its experts only", "benchmarks/src/moelink_bench/permute.py",

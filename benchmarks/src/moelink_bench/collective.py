@@ -34,7 +34,7 @@ from moelink_bench.contenders import difference_from_truth, expert_factor
 from moelink_bench.exchange import Exchange, Home
 from moelink_bench.script import Save, Script, add_numbers
 from moelink_bench.timing import Action, Turns, WallClock, in_turns, slowest_rank
-from moelink_bench.workload import Batch
+from moelink_bench.workload import Batch, rank_batch
 
 BYTES_FORMULA = (
     "bytes that all ranks send to other ranks in one call. moelink (counted by the transport): one message per (token, "
@@ -56,14 +56,13 @@ class Case:
     warmup: int = 5
     iterations: int = 50
 
-
-def make_batch(case: Case, rank: int) -> Batch:
-    """Draw a rank's input: ids are int64, distinct in a token, and uniform."""
-    generator = torch.Generator().manual_seed(case.seed * 1009 + rank)
-    x = torch.randn(case.tokens_per_rank, case.hidden_size, generator=generator).to(torch.bfloat16)
-    scores = torch.rand(case.tokens_per_rank, case.num_experts, generator=generator)
-    weights = torch.rand(case.tokens_per_rank, case.topk, generator=generator)
-    return Batch(x, scores.topk(case.topk, dim=-1).indices, weights / weights.sum(-1, keepdim=True))
+    @property
+    def of_rank(self) -> presets.Case:
+        """The same case for one call."""
+        return presets.Case(
+            tokens=self.tokens_per_rank, hidden_size=self.hidden_size, num_experts=self.num_experts, topk=self.topk,
+            format="bf16",
+        )  # fmt: skip
 
 
 def run_experts(rows: Tensor, row_offsets: Tensor, first_expert: int) -> Tensor:
@@ -93,12 +92,8 @@ class RankResult:
 
 def correctness_gate(case: Case, batch: Batch, outputs: dict[str, Tensor], same_rows: bool) -> str:
     """Return what is wrong with the outputs, or "" when both are the layer's result and both delivered equal rows."""
-    layer = presets.Case(
-        tokens=case.tokens_per_rank, hidden_size=case.hidden_size, num_experts=case.num_experts, topk=case.topk,
-        format="bf16",
-    )  # fmt: skip
     for name, out in outputs.items():
-        fault = difference_from_truth(out, batch, layer)
+        fault = difference_from_truth(out, batch, case.of_rank)
         if fault:
             return f"{name}: {fault}"
     return "" if same_rows else "the two did not deliver the same rows"
@@ -107,7 +102,8 @@ def correctness_gate(case: Case, batch: Batch, outputs: dict[str, Tensor], same_
 def rank_main(rank: int, world_size: int, case: Case) -> RankResult:
     """Pass the gate, warm up and time both on one rank."""
     torch.set_num_threads(1)
-    batch = make_batch(case, rank)
+    drawn = {"seed": case.seed, "rank": rank, "copy": 0, "world_size": world_size}
+    batch = rank_batch(case.of_rank, **drawn, device=torch.device("cpu"))
     baseline = Exchange(num_experts=case.num_experts, topk=case.topk, rank=rank, world_size=world_size)
     with moelink.init(
         num_experts=case.num_experts, topk=case.topk, hidden_size=case.hidden_size,

@@ -1,4 +1,6 @@
-"""What a result of ``moelink bench`` says about others: three comparisons, of which two count, and published figures.
+"""What a result of ``moelink bench`` says about others, and about SM limits.
+
+There are three comparisons with others, of which two count:
 
 * **like for like**: a pair by FlashInfer's contract against FlashInfer: rows come in the dispatch format, stay by rank
   where they arrive, and one row for each token and rank goes home. It is made against FlashInfer's shortest call, which
@@ -8,16 +10,21 @@
   FlashInfer with a permutation and a sum among them
 * **phase**: dispatch and combine alone, stated but not counted; so is **by rank**: a pair by rank in which moelink
   quantises or copies rows, against FlashInfer, which does neither
+
+Published figures are of libraries that do not run here, as their source states them. They come from other machines,
+with other numbers of ranks and other ways to measure, so they take part in no verdict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from moelink_bench.peers import FLASHINFER, FLASHINFER_MARKED
-from moelink_bench.peers_whole import FLASHINFER_WHOLE
+from moelink.tools.results import METHODS, SYMMETRIC
+from moelink_bench.measure import PHASES
+from moelink_bench.peers import FLASHINFER, FLASHINFER_MARKED, FLASHINFER_WHOLE
+from moelink_bench.presets import Case
 from moelink_bench.report import CaseResult, Kind, Row, Verdict
 
 HEAD = "µs, moelink : FlashInfer (times as fast)"
@@ -202,3 +209,183 @@ def _column(line: Line, layout: str) -> str:
     if line.kind in NEEDED:
         return line.kind
     return f"{'pair' if line.phase == 'both' else line.phase}, by {layout}"
+
+
+# --- shares of the full speed -----------------------------------------------------------------------------------------
+
+
+TARGETS = {24: 0.6, 64: 0.9}
+"""SM limit to the least share of the full speed, of a pair."""
+TARGET_TOKENS, TARGET_RANKS = 4096, 4
+"""Tokens per rank of the targets, and the fewest ranks that they are set for."""
+
+SHARE_RULE = (
+    "share of the full speed: median of the same case without an SM limit / median with it, by the same method. "
+    f"Targets, for {TARGET_TOKENS} tokens per rank on {TARGET_RANKS} GPUs or more: "
+    + ", ".join(f"{share:.0%} of the pair's speed with {sms} SMs" for sms, share in TARGETS.items())
+)
+
+
+@dataclass(frozen=True)
+class SmShare:
+    """moelink symmetric with one SM limit on one case.
+
+    Attributes:
+        case: index of the case with the limit.
+        tokens, format: of the case.
+        num_sms: the limit.
+        dispatch, combine, both: share of the full speed, 1 for no loss, or None without a figure.
+        target: least share of ``both``, or None where none is set.
+        met: the target is met, or None without a target or a figure.
+    """
+
+    case: int
+    tokens: int
+    format: str
+    num_sms: int
+    dispatch: float | None
+    combine: float | None
+    both: float | None
+    target: float | None
+    met: bool | None
+
+
+def shares_of(cases: Sequence[CaseResult], rows: Sequence[Row]) -> tuple[SmShare, ...]:
+    """Return the shares of all cases with an SM limit whose case without one was measured too."""
+    ours = {row.case: row for row in rows if row.contender == SYMMETRIC and not row.reason}
+    whole = {case.case: case.index for case in cases if case.case.num_sms is None}
+    shares = []
+    for case in cases:
+        full = whole.get(replace(case.case, num_sms=None))
+        if case.case.num_sms is None or full is None or full not in ours or case.index not in ours:
+            continue
+        limited, free = ours[case.index], ours[full]
+        by_phase = {phase: _share(limited, free, phase) for phase in PHASES}
+        target = target_of(case.case)
+        both = by_phase["both"]
+        met = None if target is None or both is None else both >= target
+        shares.append(
+            SmShare(
+                case.index, case.case.tokens, case.case.format, case.case.num_sms, **by_phase, target=target, met=met
+            )
+        )
+    return tuple(shares)
+
+
+def target_of(case: Case) -> float | None:
+    """Return the least share for ``case``, or None where none is set."""
+    return TARGETS.get(case.num_sms or 0) if case.tokens == TARGET_TOKENS else None
+
+
+def _share(limited: Row, free: Row, phase: Any) -> float | None:
+    """The share by the first method that both have."""
+    for method in METHODS:
+        with_limit, without = limited.median(phase, method), free.median(phase, method)
+        if with_limit and without:
+            return without / with_limit
+    return None
+
+
+def share_lines(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return heads and lines of the table of a document's shares; no line where it has none."""
+    heads = ["case", "dispatch", "combine", "both", "target of both"]
+    lines = []
+    for share in document.get("sm_shares", ()):
+        words = [f"{share['tokens']} tokens, {share['format']}, {share['num_sms']} SMs"]
+        words += ["–" if share[phase] is None else f"{share[phase]:.0%}" for phase in PHASES]
+        if share["target"] is None:
+            words.append("")
+        else:
+            met = {True: "met", False: "NOT met", None: "not measured"}[share["met"]]
+            few = "" if document["ranks"] >= TARGET_RANKS else f", which is set for {TARGET_RANKS} GPUs or more"
+            words.append(f"{share['target']:.0%}: {met}{few}")
+        lines.append(words)
+    return heads, lines
+
+
+# --- published figures ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Published:
+    """One figure.
+
+    Attributes:
+        system: the library.
+        hardware: what it ran on.
+        ranks: how many.
+        tokens: tokens per rank.
+        dispatch, combine: as stated, with their unit.
+        conditions: what differs from a case of ``moelink bench`` with the same tokens.
+        source: where it stands.
+    """
+
+    system: str
+    hardware: str
+    ranks: int
+    tokens: int
+    dispatch: str
+    combine: str
+    conditions: str
+    source: str
+
+
+_H20 = (
+    "384 experts, top-8, hidden size 7168, fp8 dispatch, bf16 combine; profiler times of the dispatch and the combine "
+    "kernel on the slowest rank, without launches; results were not checked in that run"
+)
+_H20_SOURCE = (
+    "github.com/openinfer-project/openinfer, docs/benchmarks/deepep-v2-vs-pplx-moe-backend.md, commit 5f5aef9, "
+    "DeepEP 723716f"
+)
+_README = "github.com/deepseek-ai/DeepEP, README.md, commit 0297fc8"
+_README_CONDITIONS = (
+    "hidden size 7168, top-8, fp8 dispatch, bf16 combine; logical bandwidth, which counts what stays on a rank"
+)
+
+DEEPEP_V2: tuple[Published, ...] = (
+    *(
+        Published("DeepEP V2", "8 × H20-3e", 8, tokens, f"{dispatch:.1f} µs", f"{combine:.1f} µs", _H20, _H20_SOURCE)
+        for tokens, dispatch, combine in (
+            (1, 14.621, 10.025), (8, 14.749, 10.467), (32, 17.272, 16.684), (128, 32.042, 42.672),
+            (256, 50.735, 71.921),
+        )
+    ),
+    *(
+        Published(
+            "DeepEP V2", f"8 × SM100 over NVLink, {sms} SMs", 8, 8192, f"{dispatch} GB/s", f"{combine} GB/s",
+            _README_CONDITIONS, _README,
+        )
+        for sms, dispatch, combine in ((64, 726, 740), (24, 643, 675))
+    ),
+)  # fmt: skip
+"""Its own README has no time of 8 Hopper GPUs; the times are another project's measurement of it."""
+
+
+def beside(cases: Sequence[Case]) -> tuple[Published, ...]:
+    """Return what was published for the sizes of ``cases``: fp8_block128, hidden size 7168, top-8, uniform routing."""
+    tokens = {
+        case.tokens
+        for case in cases
+        if (case.hidden_size, case.topk, case.format, case.distribution) == (7168, 8, "fp8_block128", "uniform")
+        and case.num_sms is None
+    }
+    return tuple(one for one in DEEPEP_V2 if one.tokens in tokens)
+
+
+def published_lines(published: Sequence[dict[str, Any]]) -> list[str]:
+    """Return sentences about the ``published`` figures of a document, one for each source.
+
+    Example: ``"As published, not measured here: DeepEP V2 on 8 × H20-3e, dispatch / combine of 1 token 14.6 µs /
+    10.0 µs (conditions; source)"``.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for one in published:
+        tokens = f"{one['tokens']} token{'s' * (one['tokens'] != 1)}"
+        key = (one["system"], one["hardware"], one["conditions"], one["source"])
+        groups.setdefault(key, []).append(f"{tokens} {one['dispatch']} / {one['combine']}")
+    return [
+        f"As published, not measured here: {system} on {hardware}, dispatch / combine of {'; '.join(figures)} "
+        f"({conditions}; {source})"
+        for (system, hardware, conditions, source), figures in groups.items()
+    ]

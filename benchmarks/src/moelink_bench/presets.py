@@ -124,37 +124,60 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A whole run.
+class RunPlan:
+    """What every run of a preset has.
 
     Attributes:
         preset: its name.
-        cases: what is measured, in order.
         device: "cuda" (one device a rank) or "cpu".
         ranks: number of ranks.
-        settings: how often.
-        peers: of :data:`PEERS`, those that take part.
+        settings: how often things are called.
         timeout: seconds after which the ranks are given up.
     """
 
     preset: str
-    cases: tuple[Case, ...]
     device: DeviceKind
     ranks: int
     settings: Settings = Settings()
-    peers: tuple[PeerName, ...] = PEERS
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ConfigError("ranks", "at least 1", self.ranks)
+
+    @property
+    def flush_bytes(self) -> int:
+        """Bytes that are written before each sample."""
+        return 2 * self.settings.rotation_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(RunPlan):
+    """A run of dispatch and combine.
+
+    Attributes:
+        cases: what is measured, in order.
+        peers: of :data:`PEERS`, those that take part.
+    """
+
+    cases: tuple[Case, ...]
+    peers: tuple[PeerName, ...] = PEERS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for peer in self.peers:
             if peer not in PEERS:
                 raise ConfigError("peers", f"some of {', '.join(PEERS)}", peer)
-        if self.ranks < 1:
-            raise ConfigError("ranks", "at least 1", self.ranks)
         if not self.cases:
             raise ConfigError("cases", "at least one", self.cases)
         for case in self.cases:
             case.ep_config(0, self.ranks)
+
+
+def settings_of(usual: Settings, *, seed: int, samples: int | None) -> Settings:
+    """Return a preset's settings with another seed, and another number of samples unless that is None."""
+    changes = {} if samples is None else {"samples": samples, "host_samples": samples}
+    return dataclasses.replace(usual, seed=seed, **changes)
 
 
 FORMATS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4")
@@ -282,10 +305,7 @@ def make_plan(
         )  # fmt: skip
     if tokens:
         cases = tuple(dataclasses.replace(case, tokens=count) for count in tokens for case in cases)
-    settings = dataclasses.replace(SMOKE if device == "cpu" else Settings(), seed=seed)
-    if samples is not None:
-        settings = dataclasses.replace(settings, samples=samples, host_samples=samples)
     return Plan(
-        preset=preset, cases=tuple(dict.fromkeys(cases)), device=device, ranks=ranks, settings=settings,
-        peers=tuple(peers), timeout=timeout,
+        preset=preset, cases=tuple(dict.fromkeys(cases)), device=device, ranks=ranks, peers=tuple(peers),
+        settings=settings_of(SMOKE if device == "cpu" else Settings(), seed=seed, samples=samples), timeout=timeout,
     )  # fmt: skip

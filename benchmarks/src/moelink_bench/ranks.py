@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,24 +16,13 @@ from moelink.control.group import is_launched
 from moelink.errors import ConfigError
 from moelink.testing import RankFailedError, RankHungError, run_ranks
 from moelink.tools.common import Progress, followed
+from moelink_bench.presets import RunPlan
 from moelink_bench.timing import Clock, make_clock
 
 CALL_TIMEOUT = 60.0
 """Seconds after which a call gives up on a peer."""
 ELSEWHERE = "runs in processes of its own: start the bench without a launcher"
 """Why peers take no part in a run of a launcher."""
-
-
-class OfRanks(Protocol):
-    """What a plan says of its ranks: how many, and seconds after which they are given up."""
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def timeout(self) -> float:
-        """Seconds."""
 
 
 Program = Callable[..., list[Any]]
@@ -65,7 +54,7 @@ def teller(rank: int, path: str) -> Callable[[str], None]:
     return say
 
 
-def reports_of(program: Program, plan: OfRanks, progress: Progress) -> tuple[list[Any] | None, str]:
+def reports_of(program: Program, plan: RunPlan, progress: Progress) -> tuple[list[Any] | None, str]:
     """Run ``program`` on all ranks; return the reports, and why peers cannot run in processes of their own, or "".
 
     Reports are None on all ranks but 0 when a launcher (torchrun) started this process. Without one, ranks are
@@ -87,7 +76,7 @@ def reports_of(program: Program, plan: OfRanks, progress: Progress) -> tuple[lis
     return found[0], ""
 
 
-def run_apart(program: Program, plan: OfRanks) -> tuple[list[list[Any]], str]:
+def run_apart(program: Program, plan: RunPlan) -> tuple[list[list[Any]], str]:
     """Run a peer's ``program`` in processes of its own; return what each rank returned, or why there is nothing."""
     try:
         return run_ranks(program, plan.ranks, plan, timeout=plan.timeout), ""

@@ -28,17 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from moelink.tools.results import BENCHMARK, LAYER_BENCHMARK, METHODS, ROLES_BENCHMARK
-from moelink_bench import host_table
-from moelink_bench.comparisons import COLUMNS, HEAD, merged, summary, table_of
+from moelink_bench import host
+from moelink_bench.comparisons import COLUMNS, HEAD, merged, published_lines, share_lines, summary, table_of
 from moelink_bench.document import repository, results_folder
-from moelink_bench.host_table import HOST_BENCHMARK as HOST
-from moelink_bench.host_table import OPERATORS_BENCHMARK as OPERATORS
-from moelink_bench.layer import tables
+from moelink_bench.host import HOST_BENCHMARK as HOST
+from moelink_bench.host import OPERATORS_BENCHMARK as OPERATORS
+from moelink_bench.layer import result as tables
 from moelink_bench.measure import PHASES
-from moelink_bench.published import published_lines
 from moelink_bench.roles_result import comparison_lines
 from moelink_bench.roles_result import tables as roles_tables
-from moelink_bench.sm_shares import share_lines
 
 COMMAND = "python -m moelink_bench.render"
 SHOWN = (BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK)
@@ -398,11 +396,11 @@ def rendered() -> dict[Path, str]:
     start = between(readme.read_text(), "speed", speed_summary([document for _, document in results]))
     speed = between(performance.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json")))
     compared = comparison_sections([document for _, document in results])
-    host = "\n\n".join(
-        text if text.startswith("|") else wrapped(text) for text in host_table.host_summary(host_table.results(HOST))
+    times = "\n\n".join(
+        text if text.startswith("|") else wrapped(text) for text in host.host_summary(host.results(HOST))
     )
-    costs = "\n\n".join(wrapped(host_table.overhead_of(each)) for _, each in host_table.results(OPERATORS))
-    speed = between(speed, "host", host)
+    costs = "\n\n".join(wrapped(host.overhead_of(each)) for _, each in host.results(OPERATORS))
+    speed = between(speed, "host", times)
     return {
         readme: between(start, "layer", layer_summary(by_ranks[:1])),
         performance: between(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moelink.tools.results import METHODS, SYMMETRIC, Method
-from moelink_bench.ceiling import Ceiling, CeilingSamples, ceiling_of
+from moelink.tools.results import COLLECTIVE, METHODS, SYMMETRIC, Method
+from moelink_bench.ceiling import Ceiling, CeilingSamples
 from moelink_bench.measure import PHASES, PhaseSamples
 from moelink_bench.presets import Case, Plan
 from moelink_bench.timing import Figure, slowest_rank
@@ -211,42 +211,19 @@ def merged_row(by_rank: Sequence[RankRow], wire_us: Callable[[str], float | None
     return Row(first.case, first.contender, first.note, first.reason, phases, max(errors, default=None))
 
 
-@dataclass(frozen=True)
-class Results:
-    """What a run found, before it is judged.
-
-    Attributes:
-        gate: what is wrong, or ""; when something is, there are no figures at all.
-        gates: a line per case that passed.
-        devices: names, by rank.
-        ceiling, cases, rows: the figures; rows of a case are in the order baseline, peers, moelink symmetric.
-    """
-
-    gate: str
-    gates: tuple[str, ...]
-    devices: tuple[str, ...]
-    ceiling: Ceiling | None = None
-    cases: tuple[CaseResult, ...] = ()
-    rows: tuple[Row, ...] = ()
-
-
-def results_of(plan: Plan, reports: Sequence[RankReport], peers: Sequence[Sequence[RankRow]]) -> Results:
-    """Make results of ``reports``, by rank, and of the peers' rows ``peers[rank]``."""
-    devices = tuple(report.device for report in reports)
-    gate = next((report.gate for report in reports if report.gate), "")
-    if gate:
-        return Results(gate, reports[0].gates, devices)
-    ceiling = ceiling_of([report.ceiling for report in reports], plan.device)
-    cases = case_results(plan, reports, ceiling)
+def rows_of(
+    cases: Sequence[CaseResult], reports: Sequence[RankReport], peers: Sequence[Sequence[RankRow]]
+) -> list[Row]:
+    """Merge the rows of ``reports``, by rank, and of the peers, ``peers[rank]``; in each case baseline, peers, moelink
+    symmetric."""
     rows: list[Row] = []
     for case in cases:
         own = [[row for row in report.rows if row.case == case.index] for report in reports]
         others = [[row for row in rank if row.case == case.index] for rank in peers]
         for column in (*zip(*own, strict=True), *zip(*others, strict=True)):
             rows.append(merged_row(column, case.wire_us))
-    order = {"moelink collective": 0, "moelink symmetric": 2}
-    rows.sort(key=lambda row: (row.case, order.get(row.contender, 1)))
-    return Results("", reports[0].gates, devices, ceiling, cases, tuple(rows))
+    order = {COLLECTIVE: 0, SYMMETRIC: 2}
+    return sorted(rows, key=lambda row: (row.case, order.get(row.contender, 1)))
 
 
 WIRE_TOKENS = 4096

@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from moelink_bench import roles_worker
-from moelink_bench.roles_bytes import bytes_of
 from moelink_bench.roles_process import Worker, compile_all, environment_of
+from moelink_bench.roles_result import bytes_of
 from moelink_bench.roles_worker import HOST, Case
 from moelink_bench.script import Save, Script
 

@@ -25,9 +25,8 @@ from moelink_bench.document import run_head
 from moelink_bench.peers import FLASHINFER, flashinfer_refusal
 from moelink_bench.presets import LAYOUTS, DeviceKind
 from moelink_bench.roles import RANKS, TOKENS, label
-from moelink_bench.roles_bytes import bytes_of, config_of
 from moelink_bench.roles_process import Worker, compile_all, environment_of, own_source
-from moelink_bench.roles_result import METHOD, comparisons, rows_of
+from moelink_bench.roles_result import METHOD, bytes_of, comparisons, config_of, rows_of
 from moelink_bench.roles_worker import Case
 from moelink_bench.timing import make_clock
 

@@ -5,8 +5,8 @@ A rank measures the ceiling, passes the correctness gate and times its contender
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -16,18 +16,23 @@ import torch
 import moelink
 from moelink.tools.common import Progress
 from moelink.tools.results import BENCHMARK, COLLECTIVE, SYMMETRIC
-from moelink_bench.ceiling import measure_ceiling
-from moelink_bench.comparisons import comparisons_of, passed
+from moelink_bench.ceiling import ceiling_of, measure_ceiling
+from moelink_bench.comparisons import SHARE_RULE, beside, comparisons_of, passed, shares_of
 from moelink_bench.contenders import Contender, MoelinkContender, check_transports, compile_calls, open_communicator
 from moelink_bench.document import run_head, to_document
 from moelink_bench.measure import PHASES, measure_contender
-from moelink_bench.peers import VDEV, FlashInferContender, Pool, Sizes, VdevContender, flashinfer_refusal
-from moelink_bench.peers_whole import flashinfer_contenders
+from moelink_bench.peers import (
+    VDEV,
+    FlashInferContender,
+    Pool,
+    Sizes,
+    VdevContender,
+    flashinfer_contenders,
+    flashinfer_refusal,
+)
 from moelink_bench.presets import Case, PeerName, Plan
-from moelink_bench.published import beside
 from moelink_bench.ranks import CALL_TIMEOUT, joined, reports_of, run_apart, teller
-from moelink_bench.report import RULE, RankReport, RankRow, Results, judge, overall, results_of
-from moelink_bench.sm_shares import SHARE_RULE, shares_of
+from moelink_bench.report import RULE, RankReport, RankRow, case_results, judge, overall, rows_of
 from moelink_bench.timing import Clock, attempt, everyone, first_fault, host_barrier
 from moelink_bench.workload import FORMULA, Workload, count_messages, make_workload, num_copies
 
@@ -39,7 +44,7 @@ def moelink_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> 
     """
 
     say = teller(rank, progress)
-    with _joined(rank, plan) as clock:
+    with joined(rank, plan.device, flush_bytes=plan.flush_bytes, timeout=plan.timeout) as clock:
         say("measuring the ceiling")
         ceiling = measure_ceiling(clock, samples=max(3, plan.settings.samples // 2), timeout=CALL_TIMEOUT)
         say("compiling")
@@ -52,10 +57,6 @@ def moelink_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> 
             if report.gate:
                 break
         return [RankReport.decode(said) for said in everyone(asdict(report))]
-
-
-def _joined(rank: int, plan: Plan) -> AbstractContextManager[Clock]:
-    return joined(rank, plan.device, flush_bytes=2 * plan.settings.rotation_bytes, timeout=plan.timeout)
 
 
 def compile_ahead(plan: Plan, rank: int, world_size: int, device: torch.device) -> None:
@@ -162,7 +163,7 @@ def time_contender(
 
 def vdev_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
     """Measure torch's all_to_all_vdev_2d. The program of ``world_size`` processes."""
-    with _joined(rank, plan) as clock:
+    with joined(rank, plan.device, flush_bytes=plan.flush_bytes, timeout=plan.timeout) as clock:
         pool, reason = attempt(
             lambda: Pool([Sizes.of(case, plan.settings, world_size) for case in plan.cases], clock.device)
         )
@@ -180,7 +181,7 @@ def flashinfer_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
 
     The program of ``world_size`` processes.
     """
-    with _joined(rank, plan) as clock:
+    with joined(rank, plan.device, flush_bytes=plan.flush_bytes, timeout=plan.timeout) as clock:
 
         def make(contender: type[FlashInferContender], case: Case) -> Contender:
             workload = make_workload(case, plan.settings, rank=rank, world_size=world_size, device=clock.device)
@@ -246,7 +247,7 @@ def run_bench(
         peers = [[row for peer in plan.peers for row in _reason_rows(plan, peer, apart)]] * plan.ranks
     elif not any(report.gate for report in reports):
         peers = run_peers(plan, progress)
-    return make_document(plan, results_of(plan, reports, peers), commit=commit, command=command)
+    return make_document(plan, reports, peers, commit=commit, command=command)
 
 
 def run_peers(plan: Plan, progress: Progress) -> list[list[RankRow]]:
@@ -295,17 +296,23 @@ def _reason_rows(plan: Plan, peer: PeerName, reason: str) -> list[RankRow]:
     return [RankRow(index, name, reason=reason) for index, each in enumerate(names) for name in each]
 
 
-def make_document(plan: Plan, results: Results, *, commit: str | None, command: str) -> dict[str, Any]:
-    """Return the JSON document of a run: without figures when the gate failed."""
-    gate = {"passed": not results.gate, "fault": results.gate, "checked": list(results.gates)}
-    document = run_head(BENCHMARK, plan, results.devices, gate, command, commit)
-    if results.gate:
+def make_document(
+    plan: Plan, reports: Sequence[RankReport], peers: Sequence[Sequence[RankRow]], *, commit: str | None, command: str
+) -> dict[str, Any]:
+    """Return the document of a run, from ranks' reports and peers' rows: without figures when the gate failed."""
+    fault = next((report.gate for report in reports if report.gate), "")
+    gate = {"passed": not fault, "fault": fault, "checked": list(reports[0].gates)}
+    document = run_head(BENCHMARK, plan, [report.device for report in reports], gate, command, commit)
+    if fault:
         return document
-    verdicts = judge(results.cases, results.rows)
-    comparisons = comparisons_of(results.cases, results.rows, verdicts)
-    shares = shares_of(results.cases, results.rows)
+    ceiling = ceiling_of([report.ceiling for report in reports], plan.device)
+    results = case_results(plan, reports, ceiling)
+    rows = rows_of(results, reports, peers)
+    verdicts = judge(results, rows)
+    comparisons = comparisons_of(results, rows, verdicts)
+    shares = shares_of(results, rows)
     cases = []
-    for case in results.cases:
+    for case in results:
         entry: Any = to_document(case)
         entry.pop("gb_per_s")
         entry |= {"label": case.case.label, "wire_us": {phase: case.wire_us(phase) for phase in PHASES}}
@@ -314,7 +321,7 @@ def make_document(plan: Plan, results: Results, *, commit: str | None, command: 
         **document,
         "method": METHOD,
         "bytes_formula": FORMULA,
-        "ceiling": to_document(results.ceiling),
+        "ceiling": to_document(ceiling),
         "cases": cases,
         "rows": [
             {
@@ -324,7 +331,7 @@ def make_document(plan: Plan, results: Results, *, commit: str | None, command: 
                 "reason": row.reason,
                 "phases": to_document(row.phases),
             }
-            for row in results.rows
+            for row in rows
         ],
         "rule": RULE,
         "verdicts": [
@@ -334,6 +341,6 @@ def make_document(plan: Plan, results: Results, *, commit: str | None, command: 
         "faster_everywhere": overall([verdict.faster for verdict in verdicts if verdict.counts]),
         "at_the_wire_everywhere": overall([verdict.within_wire for verdict in verdicts]),
         "speed_gate": {"passed": passed(comparisons), "comparisons": to_document(comparisons)},
-        "published": to_document(beside([case.case for case in results.cases])),
+        "published": to_document(beside([case.case for case in results])),
         **({"sm_shares": to_document(shares), "sm_share_rule": SHARE_RULE} if shares else {}),
     }

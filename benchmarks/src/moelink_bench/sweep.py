@@ -19,39 +19,34 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
-import moelink
 from moelink.kernels.launch.constants import combine_spec, dispatch_spec
 from moelink.kernels.launch.grid import Launch
 from moelink.transports.symmetric import combine as combining
 from moelink.transports.symmetric import plans as dispatching
+from moelink_bench.contenders import MoelinkContender
 from moelink_bench.document import device_names
-from moelink_bench.presets import Settings
-from moelink_bench.ranks import joined
+from moelink_bench.measure import PHASES
+from moelink_bench.presets import Case, Settings
+from moelink_bench.ranks import CALL_TIMEOUT, joined
 from moelink_bench.script import Save, Script, add_numbers
 from moelink_bench.timing import Clock, capture, everyone, slowest_rank
+from moelink_bench.workload import Workload, make_workload
 
 SETTINGS = Settings(samples=10)
 METHOD = (
     f"events around replays of a CUDA graph of {SETTINGS.calls} calls, median over {SETTINGS.samples} of the slowest "
     "rank, us per call"
 )
-COPIES_OF_ROWS = 4
-"""Expert outputs that combines of a pair take in turn, so that not all of them find theirs in the cache."""
-
-Inputs = list[tuple[torch.Tensor, ...]]
-"""x, topk_ids and topk_weights of each rotated call."""
 
 
 @dataclass(frozen=True)
@@ -97,68 +92,45 @@ def in_force(chosen: Setting, phase: str, fields: dict[str, int]) -> Iterator[No
         yield
 
 
-def microseconds(call: Callable[[int], Any], clock: Clock) -> float:
-    """Return the time of one of the calls in a graph, of the slowest rank: the median of several replays."""
-    call(0)
-    captured = capture([functools.partial(call, i) for i in range(SETTINGS.calls)], clock.device)
-    samples = clock.measure(captured.replay, samples=SETTINGS.samples, warmup=SETTINGS.warmup)
-    return slowest_rank(everyone(samples)).median / SETTINGS.calls
+def measure(
+    workload: Workload, phases: Sequence[str], clock: Clock, *, most_tokens: int | None = None
+) -> dict[str, float]:
+    """Return the microseconds of a call of each of ``phases`` ("dispatch", "combine", "both"), of the slowest rank.
 
-
-def make_inputs(rank: int, copy: int, tokens: int, args: Any, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Draw x, topk_ids and topk_weights of one call."""
-    generator = torch.Generator(device=device).manual_seed(1000 * rank + copy)
-    x = torch.randn(tokens, args.hidden, device=device, generator=generator).bfloat16()
-    ids = torch.rand(tokens, args.experts, device=device, generator=generator).topk(args.topk).indices.int()
-    return x, ids, torch.rand(tokens, args.topk, device=device, generator=generator)
-
-
-def measure(args: Any, phases: tuple[str, ...], data: Inputs, clock: Clock, *, rows: int) -> dict[str, float]:
-    """Return the microseconds of each of ``phases`` ("dispatch", "combine", "both").
-
-    ``rows`` expert outputs are combined in turn; outputs rotate as ``data`` does, or over two where one phase is timed.
+    ``most_tokens``: what the communicator is for, None for the workload's.
     """
-    tokens, alone = len(data[0][0]), len(phases) == 1
-    with moelink.init(
-        num_experts=args.experts, topk=args.topk, hidden_size=args.hidden,
-        max_tokens_per_rank=args.most if alone else tokens, dispatch_format=args.format, transport="symmetric",
-        capacity=11 * tokens + 512,
-    ) as ep:  # fmt: skip
-        recvs = [ep.dispatch(*each) for each in (data[:2] if alone else data)]
-        shape = (recvs[0].tokens.shape[0], args.hidden)
-        ys = [torch.randn(shape, device=clock.device).bfloat16() for _ in range(rows)]
-        out = torch.empty(tokens, args.hidden, device=clock.device, dtype=torch.bfloat16)
-
-        def dispatch(i: int) -> moelink.DispatchOutput:
-            return ep.dispatch(*data[i % len(data)], out=recvs[i % len(recvs)])
-
-        def combine(i: int) -> torch.Tensor:
-            return ep.combine(ys[i % len(ys)], recvs[i % len(recvs)], out=out)
-
-        def both(i: int) -> torch.Tensor:
-            return ep.combine(ys[i % len(ys)], dispatch(i), out=out)
-
-        calls: dict[str, Callable[[int], Any]] = {"dispatch": dispatch, "combine": combine, "both": both}
-        found = {phase: microseconds(calls[phase], clock) for phase in phases}
-        ep.check()
-        return found
+    contender = MoelinkContender(
+        workload, transport="symmetric", device=clock.device, timeout=CALL_TIMEOUT, most_tokens=most_tokens
+    )
+    repeats, found = [contender.repeats(copy) for copy in range(workload.copies)], {}
+    for phase in phases:
+        calls = [repeats[index % workload.copies][phase] for index in range(SETTINGS.calls)]
+        for call in calls:
+            call()
+        captured = capture(calls, clock.device)
+        samples = clock.measure(captured.replay, samples=SETTINGS.samples, warmup=SETTINGS.warmup)
+        found[phase] = slowest_rank(everyone(samples)).median / SETTINGS.calls
+    contender.check()
+    contender.close()
+    return found
 
 
-def rows_of_settings(args: Any, tokens: int, data: Inputs, clock: Clock) -> Iterator[dict[str, Any]]:
+def rows_of_settings(args: argparse.Namespace, workload: Workload, clock: Clock) -> Iterator[dict[str, Any]]:
     """Time one phase with each setting."""
     for chosen in args.settings:
         with in_force(chosen, args.phase, dict(args.spec)):
-            took = measure(args, (args.phase,), data, clock, rows=1)[args.phase]
+            took = measure(workload, (args.phase,), clock, most_tokens=args.most)[args.phase]
         yield {
-            "phase": args.phase, "format": args.format, "tokens": tokens, "us": took, **vars(chosen.launch),
-            "block": chosen.block, **dict(args.spec),
+            "phase": args.phase, "format": args.format, "tokens": workload.case.tokens, "us": took,
+            **vars(chosen.launch), "block": chosen.block, **dict(args.spec),
         }  # fmt: skip
 
 
-def rows_of_pairs(args: Any, tokens: int, data: Inputs, clock: Clock) -> Iterator[dict[str, Any]]:
+def rows_of_pairs(args: argparse.Namespace, workload: Workload, clock: Clock) -> Iterator[dict[str, Any]]:
     """Time dispatch, combine and both in turn."""
-    found = measure(args, ("dispatch", "combine", "both"), data, clock, rows=min(len(data), COPIES_OF_ROWS))
-    yield {"format": args.format, "tokens": tokens, **{phase: round(took, 1) for phase, took in found.items()}}
+    found = measure(workload, PHASES, clock)
+    rounded = {phase: round(took, 1) for phase, took in found.items()}
+    yield {"format": args.format, "tokens": workload.case.tokens, **rounded}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -179,9 +151,11 @@ def run(args: argparse.Namespace, save: Save) -> int:
         make_rows = rows_of_settings if args.settings else rows_of_pairs
         rows, rank, ranks = [], dist.get_rank(), dist.get_world_size()
         for tokens in args.tokens:
-            copies = 2 if tokens > 512 else SETTINGS.calls
-            data = [make_inputs(rank, copy, tokens, args, clock.device) for copy in range(copies)]
-            for row in make_rows(args, tokens, data, clock):
+            case = Case(
+                tokens=tokens, hidden_size=args.hidden, num_experts=args.experts, topk=args.topk, format=args.format
+            )
+            workload = make_workload(case, SETTINGS, rank=rank, world_size=ranks, device=clock.device)
+            for row in make_rows(args, workload, clock):
                 rows.append(row)
                 if rank == 0:
                     print(json.dumps(row), flush=True)

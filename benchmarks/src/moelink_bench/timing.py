@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -95,22 +96,28 @@ def slowest_rank(by_rank: Sequence[Sequence[float]]) -> Figure:
 Action = Callable[[], object]
 
 
-class Clock(Protocol):
+class Clock(ABC):
     """Measures actions on one rank; all ranks must measure the same ones in the same order."""
 
     device: torch.device
 
+    @abstractmethod
     def align(self) -> None:
         """Make what follows start at the same time on all ranks."""
 
+    @abstractmethod
+    def measure_steps(self, steps: Sequence[Action], *, samples: int, warmup: int) -> list[list[float]]:
+        """Return for each of ``samples`` the microseconds of each of ``steps``, which run one after the other.
+
+        ``warmup`` more samples come first.
+        """
+
     def measure(self, action: Action, *, samples: int, warmup: int) -> list[float]:
         """Return the microseconds of each of ``samples`` runs of ``action``, after ``warmup`` more."""
-
-    def measure_steps(self, steps: Sequence[Action], *, samples: int, warmup: int) -> list[list[float]]:
-        """Return for each sample the microseconds of each of ``steps``, which run one after the other."""
+        return [sum(steps) for steps in self.measure_steps([action], samples=samples, warmup=warmup)]
 
 
-class WallClock:
+class WallClock(Clock):
     """The host's time, for CPUs. Ranks start each sample together."""
 
     now: Callable[[], float] = staticmethod(time.perf_counter)
@@ -121,10 +128,6 @@ class WallClock:
     def align(self) -> None:
         """See :class:`Clock`."""
         host_barrier()
-
-    def measure(self, action: Action, *, samples: int, warmup: int) -> list[float]:
-        """See :class:`Clock`."""
-        return [sum(steps) for steps in self.measure_steps([action], samples=samples, warmup=warmup)]
 
     def measure_steps(self, steps: Sequence[Action], *, samples: int, warmup: int) -> list[list[float]]:
         """See :class:`Clock`."""
@@ -153,7 +156,7 @@ class ProcessorClock(WallClock):
             torch.cuda.synchronize(self.device)
 
 
-class CudaClock:
+class CudaClock(Clock):
     """Events on the current stream of ``device``.
 
     ``flush_bytes`` are written before each sample; the default process group, if there is one, needs a backend for
@@ -170,10 +173,6 @@ class CudaClock:
         self._flush.zero_()
         if dist.is_initialized():
             dist.all_reduce(self._token)
-
-    def measure(self, action: Action, *, samples: int, warmup: int) -> list[float]:
-        """See :class:`Clock`."""
-        return [sum(steps) for steps in self.measure_steps([action], samples=samples, warmup=warmup)]
 
     def measure_steps(self, steps: Sequence[Action], *, samples: int, warmup: int) -> list[list[float]]:
         """See :class:`Clock`."""
@@ -244,14 +243,24 @@ def in_turns(
 
 @dataclass(frozen=True)
 class Captured:
-    """A CUDA graph, and what the captured calls returned: their memory belongs to the graph."""
+    """A CUDA graph, and what the captured calls returned: their memory belongs to the graph.
+
+    Attributes:
+        marks: events before the first call and after every one, where the graph has them; every replay records the same
+            events again.
+    """
 
     graph: Any
     results: list[Any] = field(default_factory=list)
+    marks: Sequence[Any] = ()
 
     def replay(self) -> None:
         """Queue the captured calls."""
         self.graph.replay()
+
+    def times(self) -> list[float]:
+        """Return the microseconds between marks in the last replay, which must be over."""
+        return [1e3 * start.elapsed_time(end) for start, end in pairwise(self.marks)]
 
 
 def capture(calls: Sequence[Callable[[], Any]], device: torch.device) -> Captured:
@@ -341,19 +350,7 @@ def kernel_times_of(spans: Sequence[tuple[float, float, str]], *, calls: int) ->
     return KernelTimes([sum(times[i * each : (i + 1) * each]) for i in range(calls)], names)
 
 
-@dataclass(frozen=True)
-class Marked:
-    """A graph of n steps, and the n + 1 events around them. Every replay records the same events again."""
-
-    captured: Captured
-    marks: tuple[Any, ...]
-
-    def times(self) -> list[float]:
-        """Return the microseconds of each step in the last replay, which must be over."""
-        return [1e3 * start.elapsed_time(end) for start, end in pairwise(self.marks)]
-
-
-def capture_marked(steps: Sequence[Callable[[], Any]], device: torch.device) -> Marked:
+def capture_marked(steps: Sequence[Callable[[], Any]], device: torch.device) -> Captured:
     """Capture ``steps`` into one graph with events between them; each must have run before, as for :func:`capture`.
 
     Raises:
@@ -370,10 +367,10 @@ def capture_marked(steps: Sequence[Callable[[], Any]], device: torch.device) -> 
         marks.append(event)
 
     captured = capture([mark, *(call for step in steps for call in (step, mark))], device)
-    return Marked(captured, tuple(marks))
+    return replace(captured, marks=marks)
 
 
-def measure_marked(marked: Marked, *, samples: int, warmup: int, clock: Clock) -> list[list[float]]:
+def measure_marked(marked: Captured, *, samples: int, warmup: int, clock: Clock) -> list[list[float]]:
     """Return for each sample the microseconds of each step in one replay, after ``warmup`` more samples.
 
     The host waits for every sample, to read its events before the next replay records them again. A replay that
@@ -386,7 +383,7 @@ def measure_marked(marked: Marked, *, samples: int, warmup: int, clock: Clock) -
     for _ in range(warmup + samples):
         for _ in range(2):
             clock.align()
-            marked.captured.replay()
+            marked.replay()
         torch.cuda.synchronize(clock.device)
         measured.append(marked.times())
     return measured[warmup:]

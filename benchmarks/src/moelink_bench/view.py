@@ -11,12 +11,10 @@ from rich.text import Text
 
 from moelink.tools.cli.console import quantity, table
 from moelink.tools.results import LAYER_BENCHMARK, ROLES_BENCHMARK
-from moelink_bench.comparisons import NEEDED, gate_line, summary, table_of
+from moelink_bench.comparisons import NEEDED, gate_line, published_lines, share_lines, summary, table_of
 from moelink_bench.layer.result import METHODS as LAYER_METHODS
 from moelink_bench.measure import PHASES
-from moelink_bench.published import published_lines
 from moelink_bench.roles_result import comparison_lines, tables
-from moelink_bench.sm_shares import share_lines
 
 METHODS = ("graph", "pairs", "eager", "kernel")
 

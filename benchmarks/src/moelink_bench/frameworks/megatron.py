@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from moelink_bench.frameworks.dispatchers import Case, Layer
-from moelink_bench.frameworks.steps import trained
+from moelink_bench.frameworks.dispatchers import Case, Layer, trained
 
 
 def make_layer(case: Case, rank: int, ranks: int) -> Layer:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelink_bench.frameworks.dispatchers import Case, Contender, Layer
-from moelink_bench.frameworks.steps import trained
+from moelink_bench.frameworks.dispatchers import Case, Contender, Layer, trained
 
 NOTE = (
     "torchtitan's dispatcher was made for torch 2.13; with this one it had all_to_all_single_autograd in place of "

@@ -4,8 +4,7 @@
 * ``data``: weights, inputs, and the truth that outputs are compared with
 * ``contenders``: what takes part, and moelink's own; ``peers``: the others
 * ``run``: the program of each rank
-* ``result``: figures, verdicts, the document
-* ``tables``: results in Markdown
+* ``result``: figures, verdicts, the document, and its tables in Markdown
 """
 
 from moelink.tools.results import LAYER_BENCHMARK

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,7 +9,7 @@ from types import MappingProxyType
 from moelink.config import EPConfig
 from moelink.errors import ConfigError
 from moelink.nn.router import RouterConfig
-from moelink_bench.presets import DeviceKind, Settings
+from moelink_bench.presets import SMOKE, DeviceKind, RunPlan, Settings, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,6 @@ CALLS = 8
 
 _TOKENS_A_SAMPLE = 2048
 _LAYER = Settings(calls=CALLS, samples=15, warmup=3, host_calls=CALLS, host_samples=7)
-_SMOKE = Settings(calls=1, samples=1, warmup=0, host_calls=1, host_samples=1, rotation_bytes=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,32 +95,21 @@ class LayerCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerPlan:
-    """A whole run.
+class LayerPlan(RunPlan):
+    """A run of the layer.
 
     Attributes:
-        preset: its name.
         cases: what is measured, in order; the cases of one shape follow one another.
-        device: "cuda" (one device a rank) or "cpu".
-        ranks: number of ranks.
-        settings: how often.
         contenders: names of those that take part, None for all.
         peers: contenders outside moelink take part.
-        timeout: seconds after which the ranks are given up.
     """
 
-    preset: str
     cases: tuple[LayerCase, ...]
-    device: DeviceKind
-    ranks: int
-    settings: Settings
     contenders: tuple[str, ...] | None = None
     peers: bool = True
-    timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ConfigError("ranks", "at least 1", self.ranks)
+        super().__post_init__()
         for shape, most in self.shapes().items():
             if shape.num_experts < self.ranks:
                 raise ConfigError("ranks", f"at most the {shape.num_experts} experts of {shape.model}", self.ranks)
@@ -174,9 +161,7 @@ def make_layer_plan(
         for name in dict.fromkeys(cases or LAYER_PRESETS[preset])
         for count in dict.fromkeys(tokens or SHAPES[name].tokens)
     ]
-    settings = dataclasses.replace(_SMOKE if device == "cpu" else _LAYER, seed=seed)
-    if samples is not None:
-        settings = dataclasses.replace(settings, samples=samples, host_samples=samples)
+    settings = settings_of(SMOKE if device == "cpu" else _LAYER, seed=seed, samples=samples)
     return LayerPlan(
         preset=preset, cases=tuple(chosen), device=device, ranks=ranks, settings=settings,
         contenders=None if contenders is None else tuple(contenders), peers=peers, timeout=timeout,

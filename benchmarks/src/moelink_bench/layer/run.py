@@ -69,8 +69,11 @@ def layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") 
     The program of ``world_size`` processes. Rank 0 appends a line per step to the file ``progress``, if one is named.
     """
 
-    say, flush = teller(rank, progress), 2 * plan.settings.rotation_bytes
-    with joined(rank, plan.device, flush_bytes=flush, timeout=plan.timeout) as clock, torch.no_grad():
+    say = teller(rank, progress)
+    with (
+        joined(rank, plan.device, flush_bytes=plan.flush_bytes, timeout=plan.timeout) as clock,
+        torch.no_grad(),
+    ):
         device = torch.cuda.get_device_name(clock.device) if plan.device == "cuda" else "CPU"
         report = RankReport(device)
         for shape, most in plan.shapes().items():
