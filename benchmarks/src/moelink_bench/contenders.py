@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ Handle = Any
 Call = Callable[[], Any]
 
 
-class Contender(Protocol):
+class Contender(ABC):
     """A way to do what is measured, set up on one rank for inputs that are named by their ``copy``.
 
     Attributes:
@@ -43,32 +43,31 @@ class Contender(Protocol):
     """
 
     name: str
-    note: str
-    capturable: bool
-    alternates: bool
-    kernel_prefix: str | None
+    note: str = ""
+    capturable: bool = True
+    alternates: bool = False
+    kernel_prefix: str | None = None
 
+    @abstractmethod
     def repeats(self, copy: int) -> Mapping[str, Call]:
         """Return by name what can be made again and again of an input; the last is the whole."""
 
-    def chain(self, copy: int) -> Sequence[tuple[str, Call]]:
+    def chain(self, copy: int) -> Sequence[tuple[str, Call]]:  # noqa: ARG002 - has no parts
         """Return the parts of the whole by name, calls that are made one after the other; () where it has none."""
+        return ()
 
     def check(self) -> str:
-        """What is wrong with its results, or "". Collective; synchronises."""
+        """Return what is wrong with its results, or "". Collective; synchronises."""
+        return ""
 
-    def close(self) -> None:
-        """Release everything. Collective."""
+    def close(self) -> None:  # noqa: B027 - most have nothing else
+        """Release everything that does not go with the process. Collective."""
 
 
-class Calls:
-    """A :class:`Contender` by its dispatch and its combine."""
+class Calls(Contender):
+    """A contender by its dispatch and its combine."""
 
-    name: str
-    note: str
-    capturable: bool
-    alternates: bool
-    kernel_prefix: str | None = ""
+    kernel_prefix = ""
 
     @abstractmethod
     def dispatch(self, copy: int) -> Handle:
@@ -102,8 +101,6 @@ class Calls:
 
 class MoelinkContender(Calls):
     """One of moelink's transports. Outputs are allocated once per copy and reused."""
-
-    note = ""
 
     def __init__(
         self,

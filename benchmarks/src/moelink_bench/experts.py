@@ -385,7 +385,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, save: Save) -> int:
     """Measure, print a line a row, and save the result. Returns 1 where a product was wrong."""
-    device, shape, begin = torch.device(args.device), _shape(args), time.monotonic()
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    shape, begin = _shape(args), time.monotonic()
     tiles = candidates() if args.sweep else []
     if tiles and device.type == "cuda":
         compile_all(tiles, shape, args.workers)

@@ -14,19 +14,22 @@ from __future__ import annotations
 
 import argparse
 import os
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import moelink
-from moelink.testing import assert_bitwise_equal, rank_data
+from moelink.testing import assert_bitwise_equal
+from moelink_bench.contenders import Contender
 from moelink_bench.document import device_names
 from moelink_bench.presets import SMOKE, Case, Settings
 from moelink_bench.script import Save, Script, add_numbers
 from moelink_bench.timing import Action, Turns, capture, in_turns, make_clock, repeated, slowest_rank
+from moelink_bench.workload import Batch, rank_batch
 
 TARGET = 1.05
 """Most time of the launchers, in times of the communicator."""
@@ -36,17 +39,14 @@ SLACK = 1.5
 
 
 @dataclass(frozen=True)
-class Given:
-    """A rank's inputs: rows, ids, weights, and what stands for the experts' outputs."""
+class Given(Batch):
+    """A rank's inputs, and ``y``, which stands for the experts' outputs: [capacity, hidden_size] bf16."""
 
-    x: Tensor
-    ids: Tensor
-    weights: Tensor
     y: Tensor
 
 
-class Side(Protocol):
-    """One way to make a pair on all ranks.
+class Side(Contender):
+    """One way to make a pair on all ranks, of the same inputs every time.
 
     Attributes:
         outs: [tokens, hidden_size] of each rank, after a pair.
@@ -54,14 +54,13 @@ class Side(Protocol):
 
     outs: list[Tensor]
 
+    @abstractmethod
     def pair(self) -> None:
         """Dispatch and combine on all ranks."""
 
-    def check(self) -> None:
-        """Raise what went wrong."""
-
-    def close(self) -> None:
-        """Release the memory."""
+    def repeats(self, copy: int) -> dict[str, Action]:  # noqa: ARG002
+        """See :class:`~moelink_bench.contenders.Contender`."""
+        return {"pair": self.pair}
 
 
 def capacity_of(case: Case) -> int:
@@ -73,26 +72,17 @@ def inputs(case: Case, ranks: int, device: torch.device) -> list[Given]:
     """What both sides are given."""
     found = []
     for rank in range(ranks):
-        data = rank_data(
-            seed=7, rank=rank, num_tokens=case.tokens, hidden_size=case.hidden_size, num_experts=case.num_experts,
-            topk=case.topk,
-        )  # fmt: skip
-        y = torch.randn(
-            capacity_of(case), case.hidden_size, device=device, generator=torch.Generator(device).manual_seed(rank)
-        )
-        found.append(
-            Given(
-                data.x.to(device),
-                data.topk_ids.to(device, torch.int32),
-                data.topk_weights.to(device),
-                y.to(torch.bfloat16),
-            )
-        )
+        drawn = rank_batch(case, seed=7, rank=rank, copy=0, world_size=ranks, device=device)
+        generator = torch.Generator(device).manual_seed(rank)
+        y = torch.randn(capacity_of(case), case.hidden_size, device=device, generator=generator).to(torch.bfloat16)
+        found.append(Given(drawn.x, drawn.topk_ids, drawn.topk_weights, y))
     return found
 
 
-class LauncherSide:
+class LauncherSide(Side):
     """The launchers over memory and tensors of this class."""
+
+    name = "launchers"
 
     def __init__(self, case: Case, given: Sequence[Given], device: torch.device, timeout: float) -> None:
         from moelink import contract
@@ -125,11 +115,11 @@ class LauncherSide:
         """See :class:`Side`."""
         columns: list[list[Any]] = [list(column) for column in zip(*self._tensors, strict=True)]
         given, eps = self._given, self._eps
-        ids = [each.ids for each in given]
+        ids = [each.topk_ids for each in given]
         self._contract.distributed_ep_dispatch(
             eps, self._handlers, columns[0], columns[1], columns[2], [ep.atomic_counters[0] for ep in eps],
             [each.x for each in given], ids, [ep.pointers[0] for ep in eps], self._routings,
-            router_weights=[each.weights for each in given],
+            router_weights=[each.topk_weights for each in given],
         )  # fmt: skip
         self._contract.distributed_ep_combine(
             eps, self.outs, [ep.atomic_counters[1] for ep in eps], [each.y for each in given], self._routings,
@@ -137,10 +127,11 @@ class LauncherSide:
             row_weights=[handler.weights for handler in self._handlers if handler.weights is not None],
         )  # fmt: skip
 
-    def check(self) -> None:
+    def check(self) -> str:
         """See :class:`Side`."""
         for ep in self._eps:
             ep.check()
+        return ""
 
     def close(self) -> None:
         """See :class:`Side`."""
@@ -149,8 +140,10 @@ class LauncherSide:
             memory.close()
 
 
-class TransportSide:
+class TransportSide(Side):
     """The ranks of a communicator's symmetric transport, launched in one stream as the launchers are."""
+
+    name = "communicator"
 
     def __init__(self, case: Case, given: Sequence[Given], device: torch.device, timeout: float) -> None:
         from moelink.memory import create_all
@@ -169,7 +162,9 @@ class TransportSide:
         memories = create_all([device] * len(given), Workspace(configs[0]).nbytes)
         self._transport = SymmetricTransport(configs, memories, "launchers")
         self._given = given
-        self._requests = [DispatchRequest(x=each.x, topk_ids=each.ids, topk_weights=each.weights) for each in given]
+        self._requests = [
+            DispatchRequest(x=each.x, topk_ids=each.topk_ids, topk_weights=each.topk_weights) for each in given
+        ]
         self.outs = [torch.empty_like(each.x) for each in given]
         self._kept: list[Any] = []
 
@@ -189,11 +184,12 @@ class TransportSide:
         _both(combines, 0)
         self._kept = [*dispatches, *combines]  # their tensors live until the next pair
 
-    def check(self) -> None:
+    def check(self) -> str:
         """See :class:`Side`."""
         if self.outs[0].is_cuda:
             torch.cuda.synchronize(self.outs[0].device)
         self._transport.check()
+        return ""
 
     def close(self) -> None:
         """See :class:`Side`."""
@@ -218,23 +214,20 @@ def measure(case: Case, ranks: int, device: torch.device, settings: Settings, ti
         AssertionError: the sides return different bits.
     """
     given = inputs(case, ranks, device)
-    sides: dict[str, Side] = {
-        "communicator": TransportSide(case, given, device, timeout),
-        "launchers": LauncherSide(case, given, device, timeout),
-    }
-    for side in sides.values():
+    sides: list[Side] = [kind(case, given, device, timeout) for kind in (TransportSide, LauncherSide)]
+    for side in sides:
         for _ in range(2):
             side.pair()
         side.check()
-    for mine, other in zip(*(side.outs for side in sides.values()), strict=True):
+    for mine, other in zip(*(side.outs for side in sides), strict=True):
         assert_bitwise_equal(mine, other, f"the result of {case.label} on {ranks} ranks")
     clock, how = (
         make_clock(device, flush_bytes=settings.rotation_bytes),
         Turns(turns=settings.samples, dropped=settings.warmup),
     )
-    actions = {name: _repeated(side, settings.calls, device) for name, side in sides.items()}
+    actions = {side.name: _repeated(side, settings.calls, device) for side in sides}
     samples = in_turns(actions, clock, how)
-    for side in sides.values():
+    for side in sides:
         side.check()
         side.close()
     figures = {name: slowest_rank([[time / settings.calls for time in times]]) for name, times in samples.items()}

@@ -108,7 +108,6 @@ class FlashInferContender(Calls):
 
     name = FLASHINFER
     note = f"{FLASHINFER_LEAVES_OUT}, marking the ids of rows that no token fills"
-    capturable = True
     alternates = True
 
     def __init__(self, workload: Workload, *, rank: int, world_size: int) -> None:
@@ -151,9 +150,6 @@ class FlashInferContender(Calls):
         owner = ExpertMap(case.num_experts, dist.get_world_size()).owner(ids)
         ranks = sum((owner == rank).any(1).to(combined.dtype) for rank in range(dist.get_world_size()))
         return "" if bool((combined == ranks[:, None]).all()) else "combine does not sum one row of each rank"  # type: ignore[index]
-
-    def close(self) -> None:
-        """Release nothing: the workspace goes with the process."""
 
 
 class FlashInferMarked(FlashInferContender):
@@ -362,8 +358,6 @@ class VdevContender(Calls):
     """Rows of one workload in symmetric memory, and the two calls."""
 
     name = VDEV
-    capturable = True
-    alternates = False
 
     def __init__(self, case: Case, settings: Settings, pool: Pool, *, rank: int, world_size: int) -> None:
         sizes = Sizes.of(case, settings, world_size)
@@ -415,9 +409,6 @@ class VdevContender(Calls):
             if both[0] != both[1]:
                 faults.append(f"{phase} lost or changed bytes")
         return "; ".join(faults)
-
-    def close(self) -> None:
-        """Release nothing: the pool outlives the contender."""
 
 
 def group_name() -> str:

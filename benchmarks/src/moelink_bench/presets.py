@@ -206,27 +206,6 @@ def _in_layout(case: Case, layout: Layout) -> Case:
     return dataclasses.replace(case, layout=layout, zero_copy=False, quantised=False)
 
 
-def _decode() -> tuple[Case, ...]:
-    return _compared([Case(tokens=tokens) for tokens in (1, 8, 32, 128, 256)])
-
-
-def _prefill() -> tuple[Case, ...]:
-    sizes = [Case(tokens=tokens) for tokens in (512, 1024, 2048, 4096, 8192)]
-    return _compared([*sizes, Case(tokens=4096, format="bf16")])
-
-
-def _formats() -> tuple[Case, ...]:
-    return tuple(Case(tokens=tokens, format=name) for tokens in (1, 32, 128, 4096) for name in FORMATS)
-
-
-def _skew() -> tuple[Case, ...]:
-    return tuple(Case(tokens=tokens, distribution=kind) for tokens in (128, 4096) for kind in DISTRIBUTIONS)
-
-
-def _sms() -> tuple[Case, ...]:
-    return tuple(Case(tokens=tokens, num_sms=budget) for tokens in (128, 4096) for budget in SM_BUDGETS)
-
-
 def _layouts() -> tuple[Case, ...]:
     forms: list[Case] = []
     for tokens in (1, 128, 4096):
@@ -235,23 +214,21 @@ def _layouts() -> tuple[Case, ...]:
     return tuple(forms)
 
 
-def _smoke() -> tuple[Case, ...]:
-    sizes = {"hidden_size": 256, "num_experts": 6, "topk": 2}
-    return (
-        Case(tokens=5, format="bf16", **sizes),  # type: ignore[arg-type]
-        Case(tokens=3, format="fp8_block128", distribution="zipf", **sizes),  # type: ignore[arg-type]
-        _like_for_like(Case(tokens=3, format="fp8_block128", **sizes)),  # type: ignore[arg-type]
-    )
-
-
+_SMALL = {"hidden_size": 256, "num_experts": 6, "topk": 2}
 PRESETS: Mapping[str, Callable[[], tuple[Case, ...]]] = MappingProxyType({
-    "decode": _decode,
-    "prefill": _prefill,
-    "formats": _formats,
-    "skew": _skew,
-    "sms": _sms,
+    "decode": lambda: _compared([Case(tokens=tokens) for tokens in (1, 8, 32, 128, 256)]),
+    "prefill": lambda: _compared([
+        *[Case(tokens=tokens) for tokens in (512, 1024, 2048, 4096, 8192)], Case(tokens=4096, format="bf16"),
+    ]),
+    "formats": lambda: tuple(Case(tokens=tokens, format=name) for tokens in (1, 32, 128, 4096) for name in FORMATS),
+    "skew": lambda: tuple(Case(tokens=tokens, distribution=kind) for tokens in (128, 4096) for kind in DISTRIBUTIONS),
+    "sms": lambda: tuple(Case(tokens=tokens, num_sms=budget) for tokens in (128, 4096) for budget in SM_BUDGETS),
     "layouts": _layouts,
-    "smoke": _smoke,
+    "smoke": lambda: (
+        Case(tokens=5, format="bf16", **_SMALL),  # type: ignore[arg-type]
+        Case(tokens=3, format="fp8_block128", distribution="zipf", **_SMALL),  # type: ignore[arg-type]
+        _like_for_like(Case(tokens=3, format="fp8_block128", **_SMALL)),  # type: ignore[arg-type]
+    ),
 })  # fmt: skip
 """Name of a preset to its cases."""
 

@@ -19,7 +19,6 @@ below the result's tables wherever they are.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import textwrap
@@ -37,6 +36,7 @@ from moelink_bench.layer import result as tables
 from moelink_bench.measure import PHASES
 from moelink_bench.roles_result import comparison_lines
 from moelink_bench.roles_result import tables as roles_tables
+from moelink_bench.script import parser_of
 
 COMMAND = "python -m moelink_bench.render"
 SHOWN = (BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK)
@@ -415,7 +415,7 @@ def rendered() -> dict[Path, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the documents, or say whether they are up to date. ``arguments`` stand for those of the process."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of("render", (__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a document is stale")
     check = parser.parse_args(arguments).check
     stale = {path: text for path, text in rendered().items() if not path.exists() or path.read_text() != text}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -179,14 +179,20 @@ class Run:
             return [case for case in cases if (case, contender) not in self.left_out]
         return [case for case in self.plan.cases if (case, contender) not in self.left_out]
 
+    def due(self, contender: str, turn: int) -> Iterator[Case]:
+        """Cases of ``contender`` for one round, each announced; none after a fault or when the time is over."""
+        cases = self.kept(contender)
+        for index, case in enumerate(cases):
+            if not self.fault and time.monotonic() <= self.deadline:
+                self.progress(f"{contender}, {label(case)} ({index + 1} of {len(cases)}, round {turn + 1})")
+                yield case
+            elif not self.fault and (case, contender) not in self.answers:
+                self.left_out[case, contender] = f"no time was left of {self.plan.timeout:.0f} s"
+
     def ours(self, worker: Worker, turn: int) -> None:
         """One round of moelink's cases. The first one compares results with the collective transport's."""
         known: set[tuple[Any, ...]] = {(c.ranks, c.format, c.layout) for c, _ in self.answers} if turn else set()
-        for index, case in enumerate(self.kept()):
-            if self.fault or time.monotonic() > self.deadline:
-                self._late(case, SYMMETRIC)
-                continue
-            self.progress(f"{label(case)} ({index + 1} of {len(self.plan.cases)}, round {turn + 1})")
+        for case in self.due(SYMMETRIC, turn):
             kind = (case.ranks, case.format, case.layout)
             answer = worker.ask(case, check=kind not in known, timeout=CASE_SECONDS)
             if "OutOfMemoryError" in answer.get("error", ""):
@@ -205,22 +211,14 @@ class Run:
             answer["bytes"] = bytes_of(case, answer["counts"], self.plan.device)
             self.answers.setdefault((case, SYMMETRIC), []).append(answer)
 
-    def theirs(self, worker: Worker) -> None:
+    def theirs(self, worker: Worker, turn: int) -> None:
         """One round of FlashInfer's cases."""
-        for case in self.kept(FLASHINFER):
-            if self.fault or time.monotonic() > self.deadline:
-                self._late(case, FLASHINFER)
-                continue
-            self.progress(f"FlashInfer, {label(case)}")
+        for case in self.due(FLASHINFER, turn):
             answer = worker.ask(case, check=True, timeout=CASE_SECONDS)
             if "error" in answer:
                 self.left_out[case, FLASHINFER] = answer["error"][:300]
             else:
                 self.answers.setdefault((case, FLASHINFER), []).append(answer)
-
-    def _late(self, case: Case, contender: str) -> None:
-        if not self.fault and (case, contender) not in self.answers:
-            self.left_out[case, contender] = f"no time was left of {self.plan.timeout:.0f} s"
 
     def measure(self) -> str:
         """Measure everything. Returns why FlashInfer took no part, or ""."""
@@ -240,8 +238,8 @@ class Run:
             if not refusal and not self.fault:
                 try:
                     peer.start(CASE_SECONDS)
-                    for _ in range(plan.rounds):
-                        self.theirs(peer)
+                    for turn in range(plan.rounds):
+                        self.theirs(peer, turn)
                 except RuntimeError as error:
                     refusal = str(error)
         except RuntimeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import sys
@@ -38,6 +39,12 @@ def main_of(name: str) -> Callable[[Sequence[str] | None], int]:
     return main
 
 
+def parser_of(name: str, text: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a script. Its help has lines of 100 columns wherever it is printed, as documents show it."""
+    form = functools.partial(argparse.RawDescriptionHelpFormatter, width=100)
+    return argparse.ArgumentParser(f"moelink bench {name}", description=text, formatter_class=form)
+
+
 class Save(Protocol):
     """Writes a result: the fields that every one begins with, then its own, which may replace the former."""
 
@@ -67,9 +74,7 @@ class Script:
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run with ``arguments``, or those of the process. An error of moelink is a line on stderr and status 1."""
         given = list(sys.argv[1:] if arguments is None else arguments)
-        parser = argparse.ArgumentParser(
-            f"moelink bench {self.name}", description=self.text, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        parser = parser_of(self.name, self.text)
         default = f"benchmarks/results/{self.out}" if self.out else "no file"
         parser.add_argument("--commit", help="commit to record, where there is no repository")
         parser.add_argument("--out", type=Path, help=f"write the result there, as JSON; default: {default}")

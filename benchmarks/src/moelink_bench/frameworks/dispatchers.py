@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moelink_bench.contenders import Contender
 from moelink_bench.timing import Action, Clock, Turns, attempt, capture, everyone, in_turns, repeated, slowest_rank
 
 Parts = dict[str, Tensor]
@@ -51,9 +52,9 @@ class Case:
         return None if self.room is None else int(self.room * max(self.tokens) * self.topk)
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One dispatcher in the layer; a :class:`~moelink_bench.contenders.Contender` whose inputs are numbers of tokens.
+@dataclass
+class Dispatcher(Contender):
+    """One dispatcher in the layer; its inputs are named by the tokens of a rank.
 
     Attributes:
         name: whose it is.
@@ -90,7 +91,7 @@ class Layer:
         captured: passes are timed in CUDA graphs too, where they can be.
     """
 
-    contenders: Sequence[Contender]
+    contenders: Sequence[Dispatcher]
     note: str
     close: Callable[[], None]
     step: Callable[[int], contextlib.AbstractContextManager[object]] = lambda tokens: contextlib.nullcontext()
@@ -230,7 +231,7 @@ PASSES = ("forward", "forward and backward")
 def trained(
     name: str, layer: Callable[..., Tensor], given: Mapping[str, Tensor], heard: Tensor, module: torch.nn.Module,
     dispatcher: Any,
-) -> Contender:  # fmt: skip
+) -> Dispatcher:  # fmt: skip
     """Return the contender of a layer that makes an output of the tensors ``given``.
 
     Args:
@@ -255,4 +256,4 @@ def trained(
         return {"out": out.detach(), **{each: grad for each, grad in grads.items() if grad is not None}}
 
     checked: Callable[[], None] = getattr(getattr(dispatcher, "ep", None), "check", lambda: None)
-    return Contender(name, dict(zip(PASSES, (forward, both), strict=True)), both, checked)
+    return Dispatcher(name, dict(zip(PASSES, (forward, both), strict=True)), both, checked)

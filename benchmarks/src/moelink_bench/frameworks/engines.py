@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from moelink.errors import ArgumentError
-from moelink_bench.frameworks.dispatchers import Case, Contender, Parts
+from moelink_bench.frameworks.dispatchers import Case, Dispatcher, Parts
 from moelink_bench.layer.data import Weights, choose, make_input, make_weights, truth
 from moelink_bench.layer.plan import Shape
 from moelink_bench.workload import Batch
@@ -90,17 +90,17 @@ class Inputs:
 
     def contender(
         self, name: str, run: Callable[[Batch, bool], Tensor], checked: Callable[[], None] = lambda: None
-    ) -> Contender:
+    ) -> Dispatcher:
         """Return the contender of a dispatcher.
 
         Args:
             name: whose it is.
             run: returns what the layer makes of a batch; where its second argument is False, the experts compute
                 nothing, and what it returns holds anything.
-            checked: of :class:`~moelink_bench.frameworks.dispatchers.Contender`.
+            checked: of :class:`~moelink_bench.frameworks.dispatchers.Dispatcher`.
         """
         passes = {
             LAYER: lambda tokens: run(self.batches[tokens], True),
             EXCHANGE: lambda tokens: run(self.batches[tokens], False),
         }
-        return Contender(name, passes, lambda tokens: {"out": run(self.batches[tokens], True).float()}, checked)
+        return Dispatcher(name, passes, lambda tokens: {"out": run(self.batches[tokens], True).float()}, checked)

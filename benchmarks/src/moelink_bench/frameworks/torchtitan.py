@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelink_bench.frameworks.dispatchers import Case, Contender, Layer, trained
+from moelink_bench.frameworks.dispatchers import Case, Dispatcher, Layer, trained
 
 NOTE = (
     "torchtitan's dispatcher was made for torch 2.13; with this one it had all_to_all_single_autograd in place of "
@@ -53,7 +53,7 @@ def make_layer(case: Case, rank: int, ranks: int) -> Layer:
     heard = torch.randn(tokens, case.hidden_size, generator=generator).to(x)
     counts = torch.bincount(ids.view(-1), minlength=case.num_experts)
 
-    def contender(name: str, used: Any) -> Contender:
+    def contender(name: str, used: Any) -> Dispatcher:
         used.wire_meshes(ep_mesh=mesh)
 
         def layer(x: Tensor, scores: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moelink.integrations.shared import device_of
 from moelink.integrations.switch import Settings
-from moelink_bench.frameworks.dispatchers import Case, Contender, Layer
+from moelink_bench.frameworks.dispatchers import Case, Dispatcher, Layer
 from moelink_bench.frameworks.engines import Inputs, weighed_experts
 from moelink_bench.layer.data import Weights
 from moelink_bench.workload import Batch
@@ -79,7 +79,7 @@ def make_layer(case: Case, rank: int, ranks: int) -> Layer:
 
     inputs = Inputs(case, rank, ranks)
 
-    def contender(ours: bool) -> Contender:
+    def contender(ours: bool) -> Dispatcher:
         kernels = {computes: kernel(ours, computes) for computes in (True, False)}
 
         def run(batch: Batch, computes: bool) -> Tensor:

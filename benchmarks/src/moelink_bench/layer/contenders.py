@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from moelink.nn.quantized_experts import INNER_FORMAT, QuantizedExperts
 from moelink.nn.router import RouterConfig, Routing, route
 from moelink.rows.gated import gated_activation
 from moelink_bench.contenders import Call
+from moelink_bench.contenders import Call, Contender
 from moelink_bench.layer.data import LayerInput, Weights, choose
 from moelink_bench.layer.plan import LayerPlan, Shape
 
@@ -45,8 +47,15 @@ class Part(NamedTuple):
     run: Callable[[Any], Any]
 
 
-class LayerContender(Protocol):
-    """A way to compute the layer, set up for one shape on one rank.
+ROUNDINGS = 2.0**-6
+"""Tolerance for outputs whose tokens, products and sums are rounded to bf16 and computed in fp32 otherwise."""
+FP8_ROUNDINGS = 2.0**-5
+"""The same where what goes into the second product is rounded to bf16 and then to fp8: the former moves some of the
+latter's roundings to the next code."""
+
+
+class LayerContender(ABC):
+    """A way to compute the layer, set up for one shape on one rank. By default it computes it by its parts.
 
     Attributes:
         name: in tables and files.
@@ -59,64 +68,33 @@ class LayerContender(Protocol):
 
     name: str
     note: str
-    fmt: str
-    fp8_experts: bool
-    tolerance: float
-    capturable: bool
+    fmt: str = "bf16"
+    fp8_experts: bool = False
+    tolerance: float = ROUNDINGS
+    capturable: bool = True
 
     def layer(self, given: LayerInput) -> Tensor:
         """Compute the layer."""
+        return run_parts(self.parts(), given)
 
+    @abstractmethod
     def parts(self) -> tuple[Part, ...]:
         """Return the layer as a chain whose last part returns the output; () where it cannot be taken apart."""
 
     def check(self) -> str:
-        """What is wrong with the calls so far, or "", or raise it. Synchronises."""
-
-    def close(self) -> None:
-        """Release everything. Collective."""
-
-
-ROUNDINGS = 2.0**-6
-"""Tolerance for outputs whose tokens, products and sums are rounded to bf16 and computed in fp32 otherwise."""
-FP8_ROUNDINGS = 2.0**-5
-"""The same where what goes into the second product is rounded to bf16 and then to fp8: the former moves some of the
-latter's roundings to the next code."""
-
-
-class Chain:
-    """A :class:`LayerContender` that computes the layer by its parts; nothing is open, and nothing fails later."""
-
-    fmt = "bf16"
-    fp8_experts, tolerance = False, ROUNDINGS
-    capturable = True
-
-    def layer(self, given: LayerInput) -> Tensor:
-        """See :class:`LayerContender`."""
-        return run_parts(self.parts(), given)
-
-    def parts(self) -> tuple[Part, ...]:
-        """See :class:`LayerContender`."""
-        return ()
-
-    def check(self) -> str:
-        """See :class:`LayerContender`."""
+        """Return what is wrong with the calls so far, or "", or raise it. Synchronises."""
         return ""
 
-    def close(self) -> None:
-        """See :class:`LayerContender`. Workspaces go with the process."""
+    def close(self) -> None:  # noqa: B027 - most have nothing else
+        """Release everything that does not go with the process. Collective."""
 
 
-class Given:
-    """A layer with its inputs: a :class:`~moelink_bench.contenders.Contender`."""
-
-    alternates = False
-    kernel_prefix: str | None = None
+class Given(Contender):
+    """A layer with its inputs."""
 
     def __init__(self, contender: LayerContender, inputs: Sequence[LayerInput]) -> None:
         self._contender, self._inputs = contender, inputs
         self.name, self.note, self.capturable = contender.name, contender.note, contender.capturable
-        self.check, self.close = contender.check, contender.close
 
     def repeats(self, copy: int) -> Mapping[str, Call]:
         """The layer as a whole."""
@@ -125,6 +103,10 @@ class Given:
     def chain(self, copy: int) -> Sequence[tuple[str, Call]]:
         """The parts of the layer."""
         return chained(self._contender.parts(), self._inputs[copy])
+
+    def check(self) -> str:
+        """Return what is wrong with the calls so far."""
+        return self._contender.check()
 
 
 @dataclass(frozen=True)
@@ -248,7 +230,7 @@ class GivenLogits(torch.nn.Module):
         return route(self.logits, self.config, topk=self.topk)
 
 
-class MoelinkLayer:
+class MoelinkLayer(LayerContender):
     """:class:`moelink.nn.MoE` on a communicator that is sized for the most tokens of the run.
 
     As a whole it is that module. Its parts are the calls that the module makes.

@@ -17,7 +17,7 @@ from torch.nn import functional
 from moelink.routing import ExpertMap
 from moelink_bench.exchange import Exchange, count_ids, starts
 from moelink_bench.layer.contenders import (
-    Chain,
+    LayerContender,
     Part,
     Routed,
     Rows,
@@ -34,7 +34,7 @@ EXCHANGE = "sort + all-to-all"
 FLASHINFER_LAYER = "FlashInfer one-sided"
 
 
-class TransformersLayer(Chain):
+class TransformersLayer(LayerContender):
     """The experts of Hugging Face transformers with its implementation "grouped_mm", its own function."""
 
     name = TRANSFORMERS
@@ -53,6 +53,10 @@ class TransformersLayer(Chain):
         routing = choose(given, self._shape)
         out: Tensor = self._experts(given.x, routing.topk_ids, routing.topk_weights.to(given.x.dtype))
         return out
+
+    def parts(self) -> tuple[Part, ...]:
+        """None: it is one function."""
+        return ()
 
 
 def _experts(module: Any, at: Setting) -> torch.nn.Module:
@@ -73,7 +77,7 @@ def _experts(module: Any, at: Setting) -> torch.nn.Module:
     return Experts(SimpleNamespace(num_experts=at.shape.num_experts, _experts_implementation="grouped_mm"))  # type: ignore[no-any-return]
 
 
-class ExchangeLayer(Chain):
+class ExchangeLayer(LayerContender):
     """Sort by expert, all-to-all of a copy per expert, the products, all-to-all back, sum: torch alone."""
 
     name = EXCHANGE
@@ -102,7 +106,7 @@ class ExchangeLayer(Chain):
         return Rows(*self._exchange.dispatch(at.x, at.routing.topk_ids, at.routing.topk_weights))
 
 
-class FlashInferLayer(Chain):
+class FlashInferLayer(LayerContender):
     """FlashInfer's one-sided all-to-all, with the products over all rows that could have come.
 
     Its rows stay where they arrive, by source rank. So that nothing waits for the host, the permutation by expert and
