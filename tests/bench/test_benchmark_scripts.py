@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from moelink.memory.workspace import Workspace
 from moelink.tools.cli import app
-from moelink_bench import Case, document, host, launchers, ncu, quotients, sweep
+from moelink_bench import Case, command, document, host, launchers, ncu, quotients, sweep
 from moelink_bench.script import SCRIPTS, Script, main_of
 from tests.support.paths import ROOT
 
@@ -48,6 +48,14 @@ def test_scripts_explain_themselves(name: str, capsys: pytest.CaptureFixture[str
     assert ended.value.code == 0
     for said in (done.output, capsys.readouterr().out):
         assert text.splitlines()[0] in " ".join(said.split())
+
+
+def test_subcommands_are_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton, which the command has imported, is there before a script could choose its interpreter."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(command.subprocess, "call", lambda words: started.append(words) or 3)
+    assert CliRunner().invoke(app.app, ["bench", "launchers", "--ranks", "2", "--out", "x.json"]).exit_code == 3
+    assert started == [[sys.executable, "-m", "moelink_bench.launchers", "--ranks", "2", "--out", "x.json"]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -209,10 +210,15 @@ def draw(documents: list[dict[str, Any]], path: Path) -> None:
 
 
 def _script(name: str) -> Callable[[typer.Context], None]:
-    """Return the command of a script, which reads its arguments by itself."""
+    """Return the command of a script, which reads its arguments by itself, in a process of its own.
+
+    Some choose Triton's interpreter before anything imports Triton, which this process has done.
+    """
 
     def start(context: typer.Context) -> None:
-        raise typer.Exit(main_of(name)(context.args))
+        if {"-h", "--help"} & {*context.args}:
+            raise typer.Exit(main_of(name)(context.args))
+        raise typer.Exit(subprocess.call([sys.executable, "-m", f"moelink_bench.{name}", *context.args]))
 
     return start
 
