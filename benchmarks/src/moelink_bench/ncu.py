@@ -59,6 +59,10 @@ STALLS_METHOD = (
 )
 
 
+UNKNOWN = ("command", "date", "dirty", "versions", "host", "variables")
+"""Fields of a result that is made of a report."""
+
+
 def launch_roles(dispatch_format: str) -> None:
     """Launch every role twice, the first time to compile it."""
     import torch
@@ -211,7 +215,7 @@ def run(args: argparse.Namespace, save: Save) -> int:
     document = save("hardware counters" if args.what == "counters" else "stalls", {
         "command": shlex.join(call),
         # What made a report that is read is not known here: only its commit can be told.
-        **(dict.fromkeys(("command", "date", "dirty", "versions", "host", "variables")) if args.read else {}),
+        **({**dict.fromkeys(UNKNOWN), "commit": args.commit} if args.read else {}),
         "method": COUNTERS_METHOD if args.what == "counters" else STALLS_METHOD, "tokens": TOKENS, "topk": TOPK,
         "num_experts": EXPERTS, "hidden_size": HIDDEN, "format": args.format, "kernels": kernels,
     })  # fmt: skip

@@ -129,7 +129,7 @@ class Pair:
 
 
 def counts_of(case: Case, pair: Pair) -> dict[str, int]:
-    """Messages and rows of one rank, averaged over ranks, and the bytes of a row: what ``roles_bytes`` needs."""
+    """Messages and rows of one rank, averaged over ranks, and the bytes of a row: what ``bytes_of`` needs."""
     local, by_rank = case.experts // case.ranks, case.layout == "rank"
     owners = [ids // local for ids in pair.inputs.ids]
     own = [mine == rank for rank, mine in enumerate(owners)]
