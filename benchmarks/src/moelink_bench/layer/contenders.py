@@ -29,7 +29,6 @@ from moelink.nn.moe import Experts
 from moelink.nn.quantized_experts import INNER_FORMAT, QuantizedExperts
 from moelink.nn.router import RouterConfig, Routing, route
 from moelink.rows.gated import gated_activation
-from moelink_bench.contenders import Call
 from moelink_bench.contenders import Call, Contender
 from moelink_bench.layer.data import LayerInput, Weights, choose
 from moelink_bench.layer.plan import LayerPlan, Shape
