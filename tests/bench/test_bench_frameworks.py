@@ -29,12 +29,12 @@ def test_both_dispatchers_agree_and_are_timed(framework: str) -> None:
     for fields in run_ranks(ranks.measured, 2, framework, timeout=300):
         assert fields["gate"]["passed"], fields["gate"]
         assert {"out", "x.grad"} < set(fields["gate"]["differences"])
-        assert [set(row) for row in fields["rows"]] == [{"contender", "tokens", *PASSES}] * 2
+        assert [set(row) for row in fields["rows"]] == [{"contender", *PASSES}] * 2
         assert fields["rows"][1]["contender"] == "moelink"
         for row in fields["rows"]:
             assert row[PASSES[1]]["median"] > 0
-        (ratios,) = fields["times_as_fast"]
-        assert set(ratios) == {"tokens", *PASSES}
+        assert set(fields["times_as_fast"]) == set(PASSES)
+        assert fields["case"]["tokens"] == 24
         assert fields["framework"]["release"]
 
 

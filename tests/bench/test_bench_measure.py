@@ -1,5 +1,8 @@
 """How a contender is measured: which calls are made, which replays are read, what is said of what could not be."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
@@ -19,17 +22,30 @@ def fake_device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return FakeDevice(monkeypatch)
 
 
-def test_every_phase_is_measured_by_every_method(fake_device: FakeDevice) -> None:
+def test_every_phase_is_measured_by_every_method(fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph of the whole is judged, and gone before chains are captured."""
     settings = Settings(calls=4, samples=2, warmup=1)
-    contender = NotingContender()
-    measured = measure.measure_contender(contender, copies=3, settings=settings, clock=FakeClock(fake_device))
+    contender, capture_marked = NotingContender(), measure.capture_marked
+    judged: list[weakref.ref[timing.Captured]] = []
+
+    def judge(graph: timing.Captured) -> str:
+        judged.append(weakref.ref(graph))
+        return f"made of {graph.results}"
+
+    def marked(*given: Any) -> timing.Captured:
+        assert [graph() for graph in judged] == [None]
+        return capture_marked(*given)
+
+    monkeypatch.setattr(measure, "capture_marked", marked)
+    measured = measure.measure_contender(
+        contender, copies=3, settings=settings, clock=FakeClock(fake_device), judge=judge
+    )
     assert list(measured.phases) == ["dispatch", "combine", "both"]
     for phase, samples in measured.phases.items():
         assert (samples.graph, samples.eager) == ((0.75, 0.75), (0.75, 0.75))
         assert (samples.kernel, samples.kernels, samples.note) == ((2.0,), ("ep_x",), "")
         assert len(samples.pairs) == (0 if phase == "both" else 2)
-    assert measured.graph is not None
-    assert measured.graph.results == [0, 1, 2, 0]
+    assert measured.fault == "made of [0, 1, 2, 0]"
     phases = [name for name, _ in contender.calls]
     assert phases[:9] == PAIR * 3 + ["dispatch"] * 3  # warm-up, handles
     assert phases[9:17] == ["dispatch"] * 8
@@ -83,7 +99,7 @@ def test_without_a_graph_the_reason_is_noted(fake_device: FakeDevice, monkeypatc
     monkeypatch.setattr(torch.cuda, "graph", fail)
     reason = "the capture failed: RuntimeError: operation not permitted when stream is capturing"
     failed = measure.measure_contender(NotingContender(), **arguments)
-    assert failed.graph is None
+    assert failed.fault == ""
     for samples in failed.phases.values():
         assert samples.note == reason
         assert (samples.graph, samples.pairs, samples.eager, samples.kernel) == ((), (), (1.5, 1.5), (2.0,))

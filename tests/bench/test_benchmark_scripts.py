@@ -12,10 +12,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from moelink.errors import MoelinkError
 from moelink.memory.workspace import Workspace
 from moelink.tools.cli import app
-from moelink_bench import Case, command, document, host, launchers, ncu, quotients, sweep
+from moelink_bench import Case, command, contenders, document, host, launchers, ncu, quotients, sweep
+from moelink_bench.measure import PHASES
 from moelink_bench.script import SCRIPTS, Script, main_of
+from moelink_bench.timing import WallClock
+from moelink_bench.workload import rank_batch
 from tests.support.paths import ROOT
 
 SMALL = Case(tokens=4, hidden_size=64, num_experts=6, topk=2, format="bf16")
@@ -126,6 +130,15 @@ def test_the_profiler_runs_the_module_that_called_it() -> None:
     ]  # fmt: skip
 
 
+def test_of_a_report_that_is_read_only_its_commit_is_told(tmp_path: Path) -> None:
+    report, out = tmp_path / "report.txt", tmp_path / "x.json"
+    report.write_text("")
+    assert ncu.main(["counters", "--read", str(report), "--commit", "abc", "--out", str(out)]) == 0
+    described = ["method", "tokens", "topk", "num_experts", "hidden_size", "format", "kernels"]
+    made = json.loads(out.read_text())
+    assert (list(made), made["commit"]) == (["schema_version", "benchmark", "commit", *described], "abc")
+
+
 def test_samples_are_condensed_to_the_hottest_instructions() -> None:
     add, load, cold = (
         ncu.Instruction(at, text, samples)
@@ -178,6 +191,35 @@ def test_a_sweep_s_settings_are_in_force_while_it_says_so() -> None:
     assert spec() == usual
     with sweep.in_force(sweep.setting("3,5,4,80,8"), "combine", fields):
         assert spec().TOKENS_PER_BATCH == usual.TOKENS_PER_BATCH
+
+
+def test_a_sweep_rotates_inputs_and_closes_what_it_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the collective transport. Outputs stand for all inputs in pairs, for two of them in one phase."""
+    opened: list[Any] = []
+
+    def collective(case: Case, **given: Any) -> Any:
+        assert given.pop("transport") == "symmetric"
+        opened.append(contenders.open_communicator(case, **given, transport="collective"))
+        return opened[-1]
+
+    def called(call: Any, clock: Any) -> float:
+        made = [call(i) for i in range(3)]
+        taken = {getattr(one, "tokens", one).data_ptr() for one in made}
+        rotated = 2 if phases == ("dispatch",) else 3
+        assert len(taken) == (rotated if hasattr(made[0], "tokens") else 1)
+        return 1.0
+
+    monkeypatch.setattr(sweep, "open_communicator", collective)
+    monkeypatch.setattr(sweep, "microseconds", called)
+    data = [rank_batch(SMALL, seed=0, rank=0, copy=copy, world_size=1, device=CPU) for copy in range(3)]
+    for phases in (PHASES, ("dispatch",)):
+        assert sweep.measure(SMALL, phases, data, WallClock(), rows=2) == dict.fromkeys(phases, 1.0)
+        assert opened[-1].config.capacity == 11 * SMALL.tokens + 512
+    with pytest.raises(KeyError):
+        sweep.measure(SMALL, ("neither",), data, WallClock(), rows=1)
+    for ep in opened:
+        with pytest.raises(MoelinkError, match="closed"):
+            ep.check()
 
 
 def test_multiplications_with_additions_round_once() -> None:

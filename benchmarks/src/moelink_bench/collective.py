@@ -39,7 +39,7 @@ from moelink_bench.workload import Batch, rank_batch
 BYTES_FORMULA = (
     "bytes that all ranks send to other ranks in one call. moelink (counted by the transport): one message per (token, "
     "remote rank) = row + token number + ids + weights, each padded to 16; one row per (token, remote rank) home. "
-    "baseline: one row per (token, remote expert) each way, and 4 bytes per remote expert for the counts"
+    "baseline: one row per (token, remote expert) each way, and 8 bytes per remote expert for the counts"
 )
 
 
@@ -77,7 +77,7 @@ def bytes_sent(case: Case, batch: Batch, rank: int) -> tuple[int, int]:
     experts = ExpertMap(case.num_experts, case.ranks)
     remote = int((experts.owner(batch.topk_ids) != rank).sum())
     row = case.hidden_size * batch.x.dtype.itemsize
-    return remote * row + 4 * (case.num_experts - experts.num_local(rank)), remote * row
+    return remote * row + 8 * (case.num_experts - experts.num_local(rank)), remote * row
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ def rank_main(rank: int, world_size: int, case: Case) -> RankResult:
     torch.set_num_threads(1)
     drawn = {"seed": case.seed, "rank": rank, "copy": 0, "world_size": world_size}
     batch = rank_batch(case.of_rank, **drawn, device=torch.device("cpu"))
-    baseline = Exchange(num_experts=case.num_experts, topk=case.topk, rank=rank, world_size=world_size)
+    batch = dataclasses.replace(batch, topk_ids=batch.topk_ids.long())  # as torch's topk returns them
+    baseline = Exchange(num_experts=case.num_experts, topk=case.topk, rank=rank, world_size=world_size, wide=True)
     with moelink.init(
         num_experts=case.num_experts, topk=case.topk, hidden_size=case.hidden_size,
         max_tokens_per_rank=case.tokens_per_rank, transport="collective",

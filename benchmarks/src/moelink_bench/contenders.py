@@ -102,16 +102,8 @@ class Calls(Contender):
 class MoelinkContender(Calls):
     """One of moelink's transports. Outputs are allocated once per copy and reused."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        *,
-        transport: str,
-        device: torch.device,
-        timeout: float,
-        most_tokens: int | None = None,
-    ) -> None:
-        """Open a communicator, for ``most_tokens`` if that is more than the workload's. Collective.
+    def __init__(self, workload: Workload, *, transport: str, device: torch.device, timeout: float) -> None:
+        """Open a communicator. Collective.
 
         Raises:
             UnsupportedError: the transport cannot run here; the message says why.
@@ -124,9 +116,8 @@ class MoelinkContender(Calls):
         self.capturable = transport == "symmetric" and not on_cpu
         self.kernel_prefix = "ep_" if transport == "symmetric" else ""
         self.alternates = case.zero_copy
-        sized = dataclasses.replace(case, tokens=most_tokens or case.tokens)
         self.ep = open_communicator(
-            sized, transport=transport, capacity=workload.capacity, device=device, timeout=timeout
+            case, transport=transport, capacity=workload.capacity, device=device, timeout=timeout
         )
         self._workload = workload
         self._received: list[DispatchOutput | None] = [None] * workload.copies

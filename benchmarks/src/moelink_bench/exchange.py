@@ -36,11 +36,13 @@ class Home:
 class Exchange:
     """Dispatch and combine of torch alone, over the default group.
 
-    On one rank there is nothing to exchange, and the host need not know how many rows there are.
+    On one rank there is nothing to exchange, and the host need not know how many rows there are. ``wide``: counts have
+    64 bits, and rows are weighted and summed in fp32 instead of in their dtype.
     """
 
-    def __init__(self, *, num_experts: int, topk: int, rank: int, world_size: int) -> None:
+    def __init__(self, *, num_experts: int, topk: int, rank: int, world_size: int, wide: bool = False) -> None:
         experts = ExpertMap(num_experts, world_size)
+        self._wide, self._counted = wide, torch.int64 if wide else torch.int32
         self._num_experts, self._topk, self._ranks = num_experts, topk, world_size
         self._owned = [experts.num_local(each) for each in range(world_size)]
         self._local = self._owned[rank]
@@ -51,11 +53,11 @@ class Exchange:
         Collective. Counts travel first, then all rows at once; the host waits for the former.
         """
         experts, order = topk_ids.flatten().sort(stable=True)
-        counts = count_ids(experts, self._num_experts)
+        counts = count_ids(experts, self._num_experts).to(self._counted)
         rows = x[order // self._topk]
         if self._ranks == 1:
             return rows, starts(counts), Home(topk_weights, order)
-        incoming = torch.empty(self._ranks * self._local, dtype=torch.int32, device=counts.device)
+        incoming = torch.empty(self._ranks * self._local, dtype=self._counted, device=counts.device)
         dist.all_to_all_single(incoming, counts, [self._local] * self._ranks, self._owned)
         both = torch.cat([counts, incoming]).tolist()
         sent = tuple(sum(part) for part in _cut(both[: len(counts)], self._owned))
@@ -74,9 +76,13 @@ class Exchange:
             rows = exchange_rows(by_source, home.received, home.sent)
         slots = torch.empty_like(home.order)
         slots[home.order] = torch.arange(len(slots), device=slots.device)
-        weights = home.weights.to(rows.dtype)
-        out: Tensor = (rows[slots].view(*weights.shape, -1) * weights[..., None]).sum(1)
-        return out
+        copies = rows[slots].view(*home.weights.shape, -1)
+        if not self._wide:
+            return (copies * home.weights.to(rows.dtype)[..., None]).sum(1)
+        out = torch.zeros(len(copies), copies.shape[-1], device=rows.device)
+        for slot in range(self._topk):
+            out.addcmul_(copies[:, slot], home.weights[:, slot, None])
+        return out.to(rows.dtype)
 
 
 def count_ids(ids: Tensor, num_experts: int) -> Tensor:

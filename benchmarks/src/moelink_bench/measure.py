@@ -57,24 +57,36 @@ class Measured:
 
     Attributes:
         phases: by name, parts of the chain first.
-        graph: that of the whole, or None without one.
+        fault: what is wrong with the whole in a graph, or "".
     """
 
     phases: Mapping[str, PhaseSamples]
-    graph: Captured | None = None
+    fault: str = ""
 
 
 def measure_contender(
-    contender: Contender, *, copies: int, settings: Settings, clock: Clock, warm: bool = False
-) -> Measured:
+    contender: Contender, *, copies: int, settings: Settings, clock: Clock, warm: bool = False,
+    eager_samples: int | None = None, judge: Callable[[Captured], str] = lambda _: "",
+) -> Measured:  # fmt: skip
     """Measure all phases. Collective: all ranks measure the same contender.
 
     Parts of the chain that cannot be repeated alone are measured as parts of repeated chains. A method that fails on
-    the way raises. ``warm``: the chain of every input has run before.
+    the way raises.
+
+    Args:
+        contender: what is measured.
+        copies: number of its inputs.
+        settings: how often.
+        clock: of this rank.
+        warm: the chain of every input has run before.
+        eager_samples: samples of calls made one by one; None for as many as of graphs.
+        judge: returns what is wrong with the graph of the whole, or "". The graph is released before chains are
+            captured, whose memory it would add to.
     """
     calls, samples = settings.host_calls, settings.host_samples
     if contender.capturable:
         calls, samples = settings.calls, settings.samples
+    settings = replace(settings, samples=samples, host_samples=eager_samples or samples)
     for copy in range(0 if warm else copies):
         for _, call in contender.chain(copy):
             call()
@@ -82,24 +94,25 @@ def measure_contender(
     chains = [contender.chain(index % copies) for index in range(calls)]
     names, steps = [name for name, _ in chains[0]], [call for chain in chains for _, call in chain]
     phases: dict[str, PhaseSamples] = {}
-    if not repeats[0].keys() >= set(names):
-        times = clock.measure_steps(steps, samples=samples, warmup=min(1, settings.warmup))
-        note = ALTERNATES if contender.alternates else ""
-        phases |= {name: PhaseSamples(eager=part, note=note) for name, part in by_part(names, times).items()}
+    if contender.alternates:
+        times = clock.measure_steps(steps, samples=settings.host_samples, warmup=min(1, settings.warmup))
+        phases |= {name: PhaseSamples(eager=part, note=ALTERNATES) for name, part in by_part(names, times).items()}
     graph = None
     for name in repeats[0]:
         made = [repeats[index % copies][name] for index in range(calls)]
-        phases[name], graph = _measure_repeated(contender, made, samples, settings.warmup, clock)
+        phases[name], graph = _measure_repeated(contender, made, settings, clock)
+    fault, captured = "" if graph is None else judge(graph), graph is not None
+    del graph
     marked, reason = None, phases[name].note
     # A capture that failed may have left calls that must alternate out of turn: they are not made again.
-    if names and (graph is not None or not contender.alternates):
+    if names and (captured or not contender.alternates):
         marked, reason = _capture(contender, clock, lambda: capture_marked(steps, clock.device))
     if marked is not None:
         times = measure_marked(marked, samples=samples, warmup=settings.warmup, clock=clock)
         phases |= {name: replace(phases[name], pairs=part) for name, part in by_part(names, times).items()}
     for part in names:
         phases[part] = replace(phases[part], note=_with_reason(phases[part].note, reason))
-    return Measured({name: phases[name] for name in (*names, *(each for each in phases if each not in names))}, graph)
+    return Measured({name: phases[name] for name in (*names, *(each for each in phases if each not in names))}, fault)
 
 
 def by_part(names: Sequence[str], samples: Sequence[Sequence[float]]) -> dict[str, tuple[float, ...]]:
@@ -115,21 +128,21 @@ def by_part(names: Sequence[str], samples: Sequence[Sequence[float]]) -> dict[st
 
 
 def _measure_repeated(
-    contender: Contender, made: Sequence[Call], samples: int, warmup: int, clock: Clock
+    contender: Contender, made: Sequence[Call], settings: Settings, clock: Clock
 ) -> tuple[PhaseSamples, Captured | None]:
-    """Measure calls that can be repeated, and return their graph."""
+    """Measure calls that can be repeated, one by one by ``settings.host_samples``, and return their graph."""
 
     def eager() -> None:
         for call in made:
             call()
 
-    by_eager = clock.measure(eager, samples=samples, warmup=min(1, warmup))
+    by_eager = clock.measure(eager, samples=settings.host_samples, warmup=min(1, settings.warmup))
     captured, note = _capture(contender, clock, lambda: capture(made, clock.device))
     by_graph: list[float] = []
     # Calls that must alternate are not made after a capture that failed, as in measure_contender.
     actions: list[Action] = [] if contender.alternates else [eager]
     if captured is not None:
-        by_graph = clock.measure(captured.replay, samples=samples, warmup=warmup)
+        by_graph = clock.measure(captured.replay, samples=settings.samples, warmup=settings.warmup)
         actions = [captured.replay, *actions]
     kernel, kernels = _kernels(contender.kernel_prefix, actions, len(made), clock)
     graph, each = (tuple(sample / len(made) for sample in taken) for taken in (by_graph, by_eager))

@@ -201,24 +201,23 @@ def run(args: argparse.Namespace, save: Save) -> int:
     if args.what == "run":
         launch_roles(args.format)
         return 0
-    call: list[str] = []
-    if args.read:
+    made: dict[str, Any] = {"commit": args.commit}
+    if args.read:  # what made the report is not known here: only its commit can be told
         kernels = parse(args.read.read_text())
     elif args.what == "counters":
         call, kernels = counters(args.format)
+        made = {"command": shlex.join(call)}
     else:
         installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/extras/python"))
         modules = args.modules or (installed[-1] if installed else None)
         if modules is None:
             raise ArgumentError("modules", "the folder of ncu_report, which /opt/nvidia/nsight-compute lacks", None)
         call, kernels = stalls(args.format, modules)
+        made = {"command": shlex.join(call)}
     document = save("hardware counters" if args.what == "counters" else "stalls", {
-        "command": shlex.join(call),
-        # What made a report that is read is not known here: only its commit can be told.
-        **({**dict.fromkeys(UNKNOWN), "commit": args.commit} if args.read else {}),
-        "method": COUNTERS_METHOD if args.what == "counters" else STALLS_METHOD, "tokens": TOKENS, "topk": TOPK,
+        **made, "method": COUNTERS_METHOD if args.what == "counters" else STALLS_METHOD, "tokens": TOKENS, "topk": TOPK,
         "num_experts": EXPERTS, "hidden_size": HIDDEN, "format": args.format, "kernels": kernels,
-    })  # fmt: skip
+    }, UNKNOWN if args.read else ())  # fmt: skip
     if not args.out:
         print(json.dumps(document, indent=2))
     return 0

@@ -241,7 +241,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, save: Save) -> int:
     """Compare, save the result after every round, print the table. Returns 1 where a case failed or bits differed."""
     start = time.monotonic()
-    seconds = args.seconds or (85.0 if args.quick else 480.0)
+    seconds = args.seconds if args.seconds is not None else 85.0 if args.quick else 480.0
+    rounds = args.rounds if args.rounds is not None else 2 if args.quick else 3
     cases = cases_of(quick=args.quick, tiny=args.tiny)
     trees = [Tree(root, args.device, args.cache) for root in (args.a, args.b)]
     comparison = Comparison(cases, args.device)
@@ -257,13 +258,14 @@ def run(args: argparse.Namespace, save: Save) -> int:
             sys.stderr.write(f"compiled within {said['compile_seconds']} s\n")
         for tree in trees:
             said.update({name: value for name, value in tree.start(120.0).items() if name != "package"})
-        compare(comparison, trees, args.rounds or (2 if args.quick else 3), start + seconds, keep)
+        compare(comparison, trees, rounds, start + seconds, keep)
     except RuntimeError as error:
         comparison.errors.append(str(error))
     finally:
         for tree in trees:
             tree.stop()
-    sys.stdout.write(table(keep()) + "\n")
+        document = keep()
+    sys.stdout.write(table(document) + "\n")
     return 1 if comparison.errors else 0
 
 

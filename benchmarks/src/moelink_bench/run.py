@@ -33,7 +33,7 @@ from moelink_bench.peers import (
 from moelink_bench.presets import Case, PeerName, Plan
 from moelink_bench.ranks import CALL_TIMEOUT, joined, reports_of, run_apart, teller
 from moelink_bench.report import RULE, RankReport, RankRow, case_results, judge, overall, rows_of
-from moelink_bench.timing import Clock, attempt, everyone, first_fault, host_barrier
+from moelink_bench.timing import Captured, Clock, attempt, everyone, first_fault, host_barrier
 from moelink_bench.workload import FORMULA, Workload, count_messages, make_workload, num_copies
 
 
@@ -149,16 +149,21 @@ def time_contender(
     for copy in range(workload.copies):
         contender.combine(copy, contender.dispatch(copy))
     wanted = contender.results()
-    measured = measure_contender(contender, copies=workload.copies, settings=plan.settings, clock=clock, warm=True)
-    fault = contender.check()
-    if measured.graph is not None:
+
+    def judge(graph: Captured) -> str:
         contender.spoil()
-        measured.graph.replay()
-        fault = contender.check()
-        if any(not torch.equal(a, b) for a, b in zip(contender.results(), wanted, strict=True)):
-            fault = f"{contender.name}: a replayed graph returns something else than the same calls made one by one"
+        graph.replay()
+        contender.check()
+        if all(torch.equal(a, b) for a, b in zip(contender.results(), wanted, strict=True)):
+            return ""
+        return f"{contender.name}: a replayed graph returns something else than the same calls made one by one"
+
+    measured = measure_contender(
+        contender, copies=workload.copies, settings=plan.settings, clock=clock, warm=True, judge=judge
+    )
+    contender.check()
     row = RankRow(index, contender.name, contender.note, phases=dict(measured.phases))
-    return row, first_fault(fault)
+    return row, first_fault(measured.fault)
 
 
 def vdev_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:

@@ -46,9 +46,10 @@ def parser_of(name: str, text: str | None) -> argparse.ArgumentParser:
 
 
 class Save(Protocol):
-    """Writes a result: the fields that every one begins with, then its own, which may replace the former."""
+    """Writes a result: the fields that every one begins with but ``unknown``, then its own, which may replace the
+    former."""
 
-    def __call__(self, benchmark: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, benchmark: str, fields: Mapping[str, Any], unknown: Sequence[str] = ()) -> dict[str, Any]:
         """Return the document, written where the command line says. Called again, it writes the file anew."""
 
 
@@ -75,16 +76,18 @@ class Script:
         """Run with ``arguments``, or those of the process. An error of moelink is a line on stderr and status 1."""
         given = list(sys.argv[1:] if arguments is None else arguments)
         parser = parser_of(self.name, self.text)
-        default = f"benchmarks/results/{self.out}" if self.out else "no file"
         parser.add_argument("--commit", help="commit to record, where there is no repository")
-        parser.add_argument("--out", type=Path, help=f"write the result there, as JSON; default: {default}")
+        out = parser.add_argument("--out", type=Path)
         self.options(parser)
+        default = f"benchmarks/results/{self.out}" if self.out else out.default or "no file"
+        out.help = f"write the result there, as JSON; default: {default}"
         args = parser.parse_args(given)
         launcher = f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']}" if is_launched() else "python"
         command = command_line(f"{launcher} -m moelink_bench.{self.name}", given)
 
-        def save(benchmark: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-            document = {**head(benchmark, command=command, commit=args.commit), **fields}
+        def save(benchmark: str, fields: Mapping[str, Any], unknown: Sequence[str] = ()) -> dict[str, Any]:
+            begun = head(benchmark, command=command, commit=args.commit)
+            document = {**{name: value for name, value in begun.items() if name not in unknown}, **fields}
             if args.out or self.out:
                 named = {**vars(args), "benchmark": benchmark}
                 write(document, args.out or results_folder() / self.out.format_map(named))

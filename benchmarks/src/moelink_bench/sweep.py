@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -27,26 +28,33 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
+import moelink
 from moelink.kernels.launch.constants import combine_spec, dispatch_spec
 from moelink.kernels.launch.grid import Launch
 from moelink.transports.symmetric import combine as combining
 from moelink.transports.symmetric import plans as dispatching
-from moelink_bench.contenders import MoelinkContender
+from moelink_bench.contenders import open_communicator
 from moelink_bench.document import device_names
 from moelink_bench.measure import PHASES
 from moelink_bench.presets import Case, Settings
 from moelink_bench.ranks import CALL_TIMEOUT, joined
 from moelink_bench.script import Save, Script, add_numbers
 from moelink_bench.timing import Clock, capture, everyone, slowest_rank
-from moelink_bench.workload import Workload, make_workload
+from moelink_bench.workload import Batch, rank_batch
 
 SETTINGS = Settings(samples=10)
 METHOD = (
     f"events around replays of a CUDA graph of {SETTINGS.calls} calls, median over {SETTINGS.samples} of the slowest "
     "rank, us per call"
 )
+COPIES_OF_ROWS = 4
+"""Expert outputs that combines of a pair take in turn, so that not all of them find theirs in the cache."""
+
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -92,45 +100,68 @@ def in_force(chosen: Setting, phase: str, fields: dict[str, int]) -> Iterator[No
         yield
 
 
-def measure(
-    workload: Workload, phases: Sequence[str], clock: Clock, *, most_tokens: int | None = None
-) -> dict[str, float]:
-    """Return the microseconds of a call of each of ``phases`` ("dispatch", "combine", "both"), of the slowest rank.
+def microseconds(call: Callable[[int], Any], clock: Clock) -> float:
+    """Return the time of one of the calls in a graph, of the slowest rank: the median of several replays."""
+    call(0)
+    captured = capture([functools.partial(call, i) for i in range(SETTINGS.calls)], clock.device)
+    samples = clock.measure(captured.replay, samples=SETTINGS.samples, warmup=SETTINGS.warmup)
+    return slowest_rank(everyone(samples)).median / SETTINGS.calls
 
-    ``most_tokens``: what the communicator is for, None for the workload's.
+
+def measure(case: Case, phases: Sequence[str], data: Sequence[Batch], clock: Clock, *, rows: int) -> dict[str, float]:
+    """Return the microseconds of each of ``phases`` ("dispatch", "combine", "both").
+
+    Args:
+        case: what the communicator is for.
+        phases: what is timed.
+        data: inputs that dispatches take in turn. Outputs do likewise, or over two where one phase is timed.
+        clock: of this rank.
+        rows: number of expert outputs that combines take in turn.
     """
-    contender = MoelinkContender(
-        workload, transport="symmetric", device=clock.device, timeout=CALL_TIMEOUT, most_tokens=most_tokens
-    )
-    repeats, found = [contender.repeats(copy) for copy in range(workload.copies)], {}
-    for phase in phases:
-        calls = [repeats[index % workload.copies][phase] for index in range(SETTINGS.calls)]
-        for call in calls:
-            call()
-        captured = capture(calls, clock.device)
-        samples = clock.measure(captured.replay, samples=SETTINGS.samples, warmup=SETTINGS.warmup)
-        found[phase] = slowest_rank(everyone(samples)).median / SETTINGS.calls
-    contender.check()
-    contender.close()
-    return found
+    capacity = 11 * len(data[0].x) + 512
+    with open_communicator(
+        case, transport="symmetric", capacity=capacity, device=clock.device, timeout=CALL_TIMEOUT
+    ) as ep:
+
+        def sent(batch: Batch, out: moelink.DispatchOutput | None = None) -> moelink.DispatchOutput:
+            return ep.dispatch(batch.x, batch.topk_ids, batch.topk_weights, out=out)
+
+        recvs = [sent(batch) for batch in (data[:2] if len(phases) == 1 else data)]
+        shape = (len(recvs[0].tokens), case.hidden_size)
+        ys = [torch.randn(shape, device=clock.device, dtype=torch.bfloat16) for _ in range(rows)]
+        out = torch.empty_like(data[0].x)
+
+        def dispatch(i: int) -> moelink.DispatchOutput:
+            return sent(data[i % len(data)], recvs[i % len(recvs)])
+
+        def combine(i: int) -> torch.Tensor:
+            return ep.combine(ys[i % rows], recvs[i % len(recvs)], out=out)
+
+        def both(i: int) -> torch.Tensor:
+            return ep.combine(ys[i % rows], dispatch(i), out=out)
+
+        calls: dict[str, Callable[[int], Any]] = {"dispatch": dispatch, "combine": combine, "both": both}
+        found = {phase: microseconds(calls[phase], clock) for phase in phases}
+        ep.check()
+        return found
 
 
-def rows_of_settings(args: argparse.Namespace, workload: Workload, clock: Clock) -> Iterator[dict[str, Any]]:
+def rows_of_settings(args: argparse.Namespace, case: Case, data: Sequence[Batch], clock: Clock) -> Iterator[Row]:
     """Time one phase with each setting."""
     for chosen in args.settings:
         with in_force(chosen, args.phase, dict(args.spec)):
-            took = measure(workload, (args.phase,), clock, most_tokens=args.most)[args.phase]
+            most = dataclasses.replace(case, tokens=args.most)
+            took = measure(most, (args.phase,), data, clock, rows=1)[args.phase]
         yield {
-            "phase": args.phase, "format": args.format, "tokens": workload.case.tokens, "us": took,
-            **vars(chosen.launch), "block": chosen.block, **dict(args.spec),
+            "phase": args.phase, "format": args.format, "tokens": case.tokens, "us": took, **vars(chosen.launch),
+            "block": chosen.block, **dict(args.spec),
         }  # fmt: skip
 
 
-def rows_of_pairs(args: argparse.Namespace, workload: Workload, clock: Clock) -> Iterator[dict[str, Any]]:
+def rows_of_pairs(args: argparse.Namespace, case: Case, data: Sequence[Batch], clock: Clock) -> Iterator[Row]:
     """Time dispatch, combine and both in turn."""
-    found = measure(workload, PHASES, clock)
-    rounded = {phase: round(took, 1) for phase, took in found.items()}
-    yield {"format": args.format, "tokens": workload.case.tokens, **rounded}
+    found = measure(case, PHASES, data, clock, rows=min(len(data), COPIES_OF_ROWS))
+    yield {"format": args.format, "tokens": case.tokens, **{phase: round(took, 1) for phase, took in found.items()}}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -154,8 +185,11 @@ def run(args: argparse.Namespace, save: Save) -> int:
             case = Case(
                 tokens=tokens, hidden_size=args.hidden, num_experts=args.experts, topk=args.topk, format=args.format
             )
-            workload = make_workload(case, SETTINGS, rank=rank, world_size=ranks, device=clock.device)
-            for row in make_rows(args, workload, clock):
+            data = [
+                rank_batch(case, seed=0, rank=rank, copy=copy, world_size=ranks, device=clock.device)
+                for copy in range(2 if tokens > 512 else SETTINGS.calls)
+            ]
+            for row in make_rows(args, case, data, clock):
                 rows.append(row)
                 if rank == 0:
                     print(json.dumps(row), flush=True)

@@ -39,6 +39,7 @@ def make_layer(case: Case, rank: int, ranks: int) -> Layer:
     Raises:
         UnsupportedError: vLLM is not installed, or not a release that moelink supports.
     """
+    inputs = Inputs(case, rank, ranks)
     note = NOTE + _choose_platform(case.device)
 
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
@@ -76,8 +77,6 @@ def make_layer(case: Case, rank: int, ranks: int) -> Layer:
             return mk.FusedMoEKernel(make(experts, Settings(timeout=120.0)), experts)
         theirs = maybe_make_prepare_finalize(experts.moe_config, experts.quant_config, allow_new_interface=True)
         return mk.FusedMoEKernel(theirs, experts)
-
-    inputs = Inputs(case, rank, ranks)
 
     def contender(ours: bool) -> Dispatcher:
         kernels = {computes: kernel(ours, computes) for computes in (True, False)}

@@ -91,6 +91,8 @@ class LayerContender(ABC):
 class Given(Contender):
     """A layer with its inputs."""
 
+    alternates = True
+
     def __init__(self, contender: LayerContender, inputs: Sequence[LayerInput]) -> None:
         self._contender, self._inputs = contender, inputs
         self.name, self.note, self.capturable = contender.name, contender.note, contender.capturable

@@ -52,10 +52,11 @@ def row_entry(row: Row) -> dict[str, Any]:
     """Return a row as the document has it: figures of the whole, and of the parts by the method that says most."""
     parts = {part: row.best(part) for part in PARTS if part in row.phases}
     by_graph = any(row.figure(part, "pairs") for part in parts)
-    notes = dict.fromkeys([row.note, *(result.note for result in row.phases.values() if FAILED in result.note)])
+    notes = [result.note for result in row.phases.values()]
+    failed = next((note[note.index(FAILED) :] for note in notes if FAILED in note), "")
     return {
         "case": row.case, "contender": row.contender,
-        "note": "; ".join(filter(None, notes)), "reason": row.reason, "error": row.error,
+        "note": "; ".join(filter(None, (row.note, failed))), "reason": row.reason, "error": row.error,
         **{method: to_document(row.figure(LAYER, method)) for method in METHODS},
         "parts": {part: to_document(figure) for part, figure in parts.items() if figure is not None},
         "parts_by": "" if not parts else "graph" if by_graph else "eager",

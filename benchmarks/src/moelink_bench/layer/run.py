@@ -43,7 +43,7 @@ from moelink_bench.peers import flashinfer_refusal
 from moelink_bench.presets import Settings
 from moelink_bench.ranks import CALL_TIMEOUT, joined, reports_of, run_apart, teller
 from moelink_bench.report import RankReport, RankRow
-from moelink_bench.timing import Clock, attempt, everyone, first_fault, host_barrier
+from moelink_bench.timing import Captured, Clock, attempt, everyone, first_fault, host_barrier
 
 MAKERS: Mapping[str, Callable[[Setting], LayerContender]] = MappingProxyType({
     **{f"moelink {fmt}": moelink_maker(fmt) for fmt in FORMATS},
@@ -198,13 +198,16 @@ def time_layer(
 
     Collective. A sample has a call of each input. The first input was computed before.
     """
-    calls = replace(settings, calls=len(inputs), host_calls=len(inputs))
-    measured = measure_contender(Given(contender, inputs), copies=len(inputs), settings=calls, clock=clock)
+
+    def judge(graph: Captured) -> str:
+        return _fault("the output of a replayed graph", worst_error(graph.results[0], want), contender)
+
+    measured = measure_contender(
+        Given(contender, inputs), copies=len(inputs), clock=clock, judge=judge, eager_samples=settings.host_samples,
+        settings=replace(settings, calls=len(inputs), host_calls=len(inputs)),
+    )  # fmt: skip
     contender.check()
-    if measured.graph is None:
-        return dict(measured.phases), ""
-    error = worst_error(measured.graph.results[0], want)
-    return dict(measured.phases), _fault("the output of a replayed graph", error, contender)
+    return dict(measured.phases), measured.fault
 
 
 def run_layer_bench(
