@@ -55,8 +55,8 @@ def head(document: dict[str, Any], *facts: str) -> str:
 
 def absent(document: dict[str, Any]) -> list[str]:
     """Say who did not run, and why."""
-    reasons = {(row["contender"], row["reason"]) for row in document["rows"] if row["reason"]}
-    return [f"{name} did not run: {reason}" for name, reason in sorted(reasons)]
+    reasons = [f"{row['contender']} did not run: {row['reason']}" for row in document["rows"] if row["reason"]]
+    return list(dict.fromkeys(reasons))
 
 
 def verdict_lines(document: dict[str, Any]) -> Text:
@@ -110,7 +110,7 @@ def notes(document: dict[str, Any]) -> Text:
     lines += [f"{name} leaves out: {text}" for name, text in left_out]
     said = {(row["contender"], phase["note"]) for row in document["rows"] for phase in row["phases"].values()}
     lines += [f"{name}: {note}" for name, note in sorted(said) if note]
-    return Text("\n".join([*lines, *absent(document)]), "dim")
+    return Text("\n".join([*lines, *sorted(absent(document))]), "dim")
 
 
 def comparison_parts(console: Console, document: dict[str, Any]) -> list[RenderableType]:
