@@ -26,14 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moelink
-from moelink.control.values import gather_values
 from moelink.routing import ExpertMap
 from moelink.testing import run_ranks
 from moelink_bench import presets
 from moelink_bench.contenders import difference_from_truth, expert_factor
 from moelink_bench.exchange import Exchange, Home
 from moelink_bench.script import Save, Script, add_numbers
-from moelink_bench.timing import Action, Turns, WallClock, in_turns, slowest_rank
+from moelink_bench.timing import Action, Turns, WallClock, everyone, in_turns, slowest_rank
 from moelink_bench.workload import Batch, rank_batch
 
 BYTES_FORMULA = (
@@ -129,7 +128,7 @@ def rank_main(rank: int, world_size: int, case: Case) -> RankResult:
         y_rows = run_experts(rows, offsets, first)
         outputs = {"moelink": out, "baseline": baseline.combine(y_rows, home)}
         gate = correctness_gate(case, batch, outputs, torch.equal(recv.tokens, rows))
-        verdicts: list[str] = gather_values(gate)
+        verdicts: list[str] = everyone(gate)
         sent = bytes_sent(case, batch, rank)
         counted = {
             "moelink_dispatch": traffic.dispatch, "moelink_combine": traffic.combine,

@@ -25,7 +25,7 @@ from moelink.tools.results import METHODS, SYMMETRIC
 from moelink_bench.measure import PHASES
 from moelink_bench.peers import FLASHINFER, FLASHINFER_MARKED, FLASHINFER_WHOLE
 from moelink_bench.presets import Case
-from moelink_bench.report import CaseResult, Kind, Row, Verdict
+from moelink_bench.report import CaseResult, Kind, Row, Verdict, microseconds
 
 HEAD = "µs, moelink : FlashInfer (times as fast)"
 AS_ENGINES = "as engines call it"
@@ -150,11 +150,7 @@ class Line:
     @property
     def text(self) -> str:
         """``"27.3 : 29.9 (1.10)"``: ours, theirs, how many times as fast ours is."""
-        return f"{_us(self.ours)} : {_us(self.theirs)} ({self.theirs / self.ours:.2f})"
-
-
-def _us(value: float) -> str:
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
+        return f"{microseconds(self.ours)} : {microseconds(self.theirs)} ({self.theirs / self.ours:.2f})"
 
 
 def lines_of(document: dict[str, Any]) -> list[Line]:
@@ -226,50 +222,26 @@ SHARE_RULE = (
 )
 
 
-@dataclass(frozen=True)
-class SmShare:
-    """moelink symmetric with one SM limit on one case.
+def shares_of(cases: Sequence[CaseResult], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the shares of all cases with an SM limit whose case without one was measured too.
 
-    Attributes:
-        case: index of the case with the limit.
-        tokens, format: of the case.
-        num_sms: the limit.
-        dispatch, combine, both: share of the full speed, 1 for no loss, or None without a figure.
-        target: least share of ``both``, or None where none is set.
-        met: the target is met, or None without a target or a figure.
+    Each has its case (the index, tokens, format and limit), the share of every phase, 1 for no loss and None without a
+    figure, the target of a pair or None, and whether that is met, None without a target or a figure.
     """
-
-    case: int
-    tokens: int
-    format: str
-    num_sms: int
-    dispatch: float | None
-    combine: float | None
-    both: float | None
-    target: float | None
-    met: bool | None
-
-
-def shares_of(cases: Sequence[CaseResult], rows: Sequence[Row]) -> tuple[SmShare, ...]:
-    """Return the shares of all cases with an SM limit whose case without one was measured too."""
     ours = {row.case: row for row in rows if row.contender == SYMMETRIC and not row.reason}
     whole = {case.case: case.index for case in cases if case.case.num_sms is None}
     shares = []
-    for case in cases:
-        full = whole.get(replace(case.case, num_sms=None))
-        if case.case.num_sms is None or full is None or full not in ours or case.index not in ours:
+    for result in cases:
+        case, full = result.case, whole.get(replace(result.case, num_sms=None))
+        if case.num_sms is None or full is None or full not in ours or result.index not in ours:
             continue
-        limited, free = ours[case.index], ours[full]
-        by_phase = {phase: _share(limited, free, phase) for phase in PHASES}
-        target = target_of(case.case)
-        both = by_phase["both"]
-        met = None if target is None or both is None else both >= target
-        shares.append(
-            SmShare(
-                case.index, case.case.tokens, case.case.format, case.case.num_sms, **by_phase, target=target, met=met
-            )
-        )
-    return tuple(shares)
+        by_phase = {phase: _share(ours[result.index], ours[full], phase) for phase in PHASES}
+        target, both = target_of(case), by_phase["both"]
+        shares.append({
+            "case": result.index, "tokens": case.tokens, "format": case.format, "num_sms": case.num_sms, **by_phase,
+            "target": target, "met": None if target is None or both is None else both >= target,
+        })  # fmt: skip
+    return shares
 
 
 def target_of(case: Case) -> float | None:

@@ -11,7 +11,7 @@ import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,13 @@ def run_head(
 def device_names(device: str) -> list[str]:
     """Return the names of what a result of this process ran on: that of the CUDA device, or ``["CPU"]``."""
     return [torch.cuda.get_device_name() if device == "cuda" else "CPU"]
+
+
+def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]], *, text: int = 1, gap: str = "") -> str:
+    """Return a table in Markdown, whose first ``text`` columns are text; ``gap`` is around the parts of its rule."""
+    rule = f"{gap}|{gap}".join([*["---"] * text, *["---:"] * (len(heads) - text)])
+    head, *rows = (f"| {' | '.join(row)} |" for row in (heads, *lines))
+    return "\n".join([head, f"|{gap}{rule}{gap}|", *rows])
 
 
 def write(document: Mapping[str, Any], path: Path) -> None:

@@ -28,6 +28,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -241,20 +242,16 @@ def measure_load(
         columns, inner = shape.product(name)
         row: dict[str, Any] = {"product": name, **base}
         worst = 0.0
-        for way, product in contenders(device).items():
-            if way != BF16:
-                worst = max(worst, excess(product(by_product[name], own), by_product[name], own))
-            us = microseconds(functools.partial(product, by_product[name], own), device, samples)
-            row[way] = figures(us, sizes, columns, inner, 2 if way == BF16 else 1)
+        ways = [(way, product, by_product[name]) for way, product in contenders(device).items()]
         if device.type == "cuda" and importlib.util.find_spec("deep_gemm") is not None:
             aligned = make_rows([-(-size // BLOCK) * BLOCK for size in sizes], room, inner, device)
-            groups = group_of_rows(aligned.offsets, aligned.codes.shape[0])
-            ways: dict[str, Product] = {"deep_gemm": by_deep_gemm}
-            ways["deep_gemm_alone"] = functools.partial(by_deep_gemm, groups=groups)
-            for way, product in ways.items():
-                worst = max(worst, excess(product(aligned, own), aligned, own))
-                us = microseconds(functools.partial(product, aligned, own), device, samples)
-                row[way] = figures(us, sizes, columns, inner, 1)
+            alone = functools.partial(by_deep_gemm, groups=group_of_rows(aligned.offsets, aligned.codes.shape[0]))
+            ways += [("deep_gemm", by_deep_gemm, aligned), ("deep_gemm_alone", alone, aligned)]
+        for way, product, rows in ways:
+            if way != BF16:
+                worst = max(worst, excess(product(rows, own), rows, own))
+            us = microseconds(functools.partial(product, rows, own), device, samples)
+            row[way] = figures(us, sizes, columns, inner, 2 if way == BF16 else 1)
         row |= {"ratio": round(row[BF16]["us"] / row[FP8]["us"], 3), "error_over_bound": round(worst, 3)}
         yield row
     rows = by_product["gate_up"]
@@ -292,8 +289,9 @@ def candidates() -> list[Any]:
     ]  # fmt: skip
 
 
-def compile_tiles(tiles: Any, groups: int, columns: int, inner: int) -> str:
-    """Compile for these tiles into Triton's cache on disk, in a process of its own; what went wrong, or ""."""
+def compile_tiles(job: tuple[Any, str], shape: Shape) -> str:
+    """Compile for tiles and a product into Triton's cache on disk, in a process of its own; what went wrong, or ""."""
+    tiles, groups, (columns, inner) = job[0], shape.experts, shape.product(job[1])
     device = torch.device("cuda")
     fp8 = functools.partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
     weight = BlockQuantized(
@@ -322,15 +320,7 @@ def _launch_alone(tiles: Any, rows: tuple[Tensor, Tensor], offsets: Tensor, weig
 def compile_all(tiles: Sequence[Any], shape: Shape, workers: int) -> None:
     """Compile for all tiles and both products, side by side."""
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(
-            pool.map(
-                functools.partial(_compile_one, shape=shape), [(each, name) for each in tiles for name in PRODUCTS]
-            )
-        )
-
-
-def _compile_one(job: tuple[Any, str], shape: Shape) -> str:
-    return compile_tiles(job[0], shape.experts, *shape.product(job[1]))
+        list(pool.map(functools.partial(compile_tiles, shape=shape), itertools.product(tiles, PRODUCTS)))
 
 
 def sweep_load(

@@ -221,12 +221,9 @@ def measure(case: Case, ranks: int, device: torch.device, settings: Settings, ti
         side.check()
     for mine, other in zip(*(side.outs for side in sides), strict=True):
         assert_bitwise_equal(mine, other, f"the result of {case.label} on {ranks} ranks")
-    clock, how = (
-        make_clock(device, flush_bytes=settings.rotation_bytes),
-        Turns(turns=settings.samples, dropped=settings.warmup),
-    )
+    clock = make_clock(device, flush_bytes=settings.rotation_bytes)
     actions = {side.name: _repeated(side, settings.calls, device) for side in sides}
-    samples = in_turns(actions, clock, how)
+    samples = in_turns(actions, clock, Turns(turns=settings.samples, dropped=settings.warmup))
     for side in sides:
         side.check()
         side.close()

@@ -71,17 +71,9 @@ def measure_contender(
     """Measure all phases. Collective: all ranks measure the same contender.
 
     Parts of the chain that cannot be repeated alone are measured as parts of repeated chains. A method that fails on
-    the way raises.
-
-    Args:
-        contender: what is measured.
-        copies: number of its inputs.
-        settings: how often.
-        clock: of this rank.
-        warm: the chain of every input has run before.
-        eager_samples: samples of calls made one by one; None for as many as of graphs.
-        judge: returns what is wrong with the graph of the whole, or "". The graph is released before chains are
-            captured, whose memory it would add to.
+    the way raises. ``warm``: the chain of every input has run before. Calls made one by one have ``eager_samples``, or
+    as many as graphs. ``judge`` returns what is wrong with the graph of the whole, or "". It is released before chains
+    are captured, whose memory it would add to.
     """
     calls, samples = settings.host_calls, settings.host_samples
     if contender.capturable:

@@ -29,11 +29,10 @@ from typing import Any
 from moelink.tools.results import BENCHMARK, LAYER_BENCHMARK, METHODS, ROLES_BENCHMARK
 from moelink_bench import host
 from moelink_bench.comparisons import COLUMNS, HEAD, merged, published_lines, share_lines, summary, table_of
-from moelink_bench.document import repository, results_folder
-from moelink_bench.host import HOST_BENCHMARK as HOST
-from moelink_bench.host import OPERATORS_BENCHMARK as OPERATORS
+from moelink_bench.document import markdown, repository, results_folder
 from moelink_bench.layer import result as tables
 from moelink_bench.measure import PHASES
+from moelink_bench.report import microseconds
 from moelink_bench.roles_result import comparison_lines
 from moelink_bench.roles_result import tables as roles_tables
 from moelink_bench.script import parser_of
@@ -60,30 +59,22 @@ PAIRS_ARE = (
 def cpu_table(document: dict[str, Any]) -> str:
     """Return the comparison of ``collective`` on CPUs in Markdown."""
     case, host, versions = document["case"], document["host"], document["versions"]
-    lines = [
-        "| | dispatch, ms | combine, ms | both, ms | bytes between ranks |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    lines = ["| | dispatch, ms | combine, ms | both, ms | bytes between ranks |", "|---|---:|---:|---:|---:|"]
     labels = {"baseline": "sort + `all_to_all_single` of top-k copies", "moelink": "moelink, collective transport"}
     for row in document["rows"]:
         times = (row[f"{phase}_ms"] for phase in ("dispatch", "combine", "total"))
         cells = " | ".join(f"{t['median']:.1f} ({t['p20']:.1f} – {t['p80']:.1f})" for t in times)
         lines.append(f"| {labels[row['name']]} | {cells} | {row['total_bytes'] / 1e6:.1f} MB |")
-    lines.append(
-        f"| ratio | | | **{document['time_ratio']:.2f}** | **{document['bytes_ratio']:.2f}** |"
-    )  # fmt: skip
-    lines += [
-        "",
-        wrapped(
-            f"{case['ranks']} ranks as processes on one CPU machine over gloo, {case['tokens_per_rank']} tokens per "
-            f"rank, hidden size {case['hidden_size']}, top-{case['topk']} of {case['num_experts']} experts, bf16. Each "
-            f"time is the median over {case['iterations']} iterations of the slowest rank, with the 20th and 80th "
-            "percentiles in parentheses. Both results were checked against the unsharded one before timing. "
-            f"{host['processor']}, {host['cores']} cores, torch {versions['torch']}, {document['date']}. The table "
-            "compares two ways to do the same work on a small machine without a GPU; it says nothing about GPUs."
-        ),
-    ]
-    return "\n".join(lines)
+    ratios = f"| ratio | | | **{document['time_ratio']:.2f}** | **{document['bytes_ratio']:.2f}** |"
+    said = wrapped(
+        f"{case['ranks']} ranks as processes on one CPU machine over gloo, {case['tokens_per_rank']} tokens per rank, "
+        f"hidden size {case['hidden_size']}, top-{case['topk']} of {case['num_experts']} experts, bf16. Each time is "
+        f"the median over {case['iterations']} iterations of the slowest rank, with the 20th and 80th percentiles in "
+        "parentheses. Both results were checked against the unsharded one before timing. "
+        f"{host['processor']}, {host['cores']} cores, torch {versions['torch']}, {document['date']}. The table "
+        "compares two ways to do the same work on a small machine without a GPU; it says nothing about GPUs."
+    )
+    return "\n".join([*lines, ratios, "", said])
 
 
 def gpu_results(benchmark: str = BENCHMARK) -> list[tuple[str, dict[str, Any]]]:
@@ -123,7 +114,7 @@ def medians(row: dict[str, Any] | None) -> str:
     phases = [row["phases"].get(phase) or {} for phase in PHASES]
     method = "graph" if any(phase.get("graph") for phase in phases) else "eager"
     figures = [phase.get(method) for phase in phases]
-    return " / ".join(f"{f['median']:.{0 if f['median'] >= 1000 else 1}f}" if f else "–" for f in figures)
+    return " / ".join(microseconds(figure["median"]) if figure else "–" for figure in figures)
 
 
 def compact_table(documents: list[dict[str, Any]]) -> str:
@@ -131,14 +122,13 @@ def compact_table(documents: list[dict[str, Any]]) -> str:
     named = [(document, row) for document in documents for row in document["rows"]]
     names = dict.fromkeys(row["contender"] for document, row in named if by_expert(document["cases"][row["case"]]))
     order = sorted(names, key=lambda name: ("symmetric" not in name, "collective" in name))
-    heads = " | ".join(f"**{name}**" if "symmetric" in name else name for name in order)
-    lines = [f"| dispatch / combine / both, µs | {heads} |", f"|---|{'---:|' * len(order)}"]
+    heads, lines = [f"**{name}**" if "symmetric" in name else name for name in order], []
     for document in documents:
         for index, case in enumerate(document["cases"]):
             rows = {row["contender"]: row for row in document["rows"] if row["case"] == index}
             if by_expert(case):
-                lines.append(f"| {case['label']} | {' | '.join(medians(rows.get(name)) for name in order)} |")
-    return "\n".join(lines)
+                lines.append([case["label"], *(medians(rows.get(name)) for name in order)])
+    return markdown(["dispatch / combine / both, µs", *heads], lines)
 
 
 def by_expert(case: dict[str, Any]) -> bool:
@@ -167,12 +157,6 @@ def speed_summary(documents: list[dict[str, Any]]) -> str:
     notes = [wrapped(f"* {note}") for note in leaving_out(chosen)]
     compared = "".join(comparison_section(chosen) for _, chosen in compared_on(documents)[:1])
     return "\n".join([table, "", wrapped(text), "", *notes, *(["", compared] if compared else [])])
-
-
-def markdown(heads: list[str], lines: list[list[str]]) -> str:
-    """Return a table in Markdown, its first column text."""
-    rows = [heads, ["---", *["---:"] * (len(heads) - 1)], *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def newest(documents: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -212,7 +196,7 @@ def comparison_section(documents: list[dict[str, Any]]) -> str:
         ran = dict.fromkeys(
             f"{each['ranks']} × {each['devices'][0]}, commit {each['commit'][:7]}, {each['date']}" for each in documents
         )
-        parts = [markdown([HEAD, *columns], lines), wrapped(f"{COMPARISONS_ARE} {'; '.join(ran)}.")]
+        parts = [markdown([HEAD, *columns], lines, gap=" "), wrapped(f"{COMPARISONS_ARE} {'; '.join(ran)}.")]
     notes = [summary(one) for one in merged(documents)] if documents else []
     notes += [line for document in documents for line in published_lines(document["published"])]
     parts += remarks
@@ -228,19 +212,17 @@ def _padded(columns: list[str], heads: list[str], rows: list[list[str]]) -> list
 
 def layer_summary(documents: list[dict[str, Any]]) -> str:
     """Render what README.md and docs/performance.md show of the layer; "" without a result."""
-    return "\n\n".join(
-        "\n\n".join([
-            tables.times_table(document, spread=False), wrapped(tables.setting_text(document)), *remarks_on([document])
-        ])
-        for document in documents
-    )  # fmt: skip
+    return "\n\n".join(part for document in documents for part in _layer_parts(document, spread=False))
+
+
+def _layer_parts(document: dict[str, Any], *, spread: bool) -> list[str]:
+    times, setting = tables.times_table(document, spread=spread), wrapped(tables.setting_text(document))
+    return [times, setting, *remarks_on([document])]
 
 
 def layer_section(document: dict[str, Any]) -> str:
     """Render one result of the layer in Markdown, whole."""
-    parts = [
-        tables.times_table(document, spread=True), wrapped(tables.setting_text(document)), *remarks_on([document])
-    ]  # fmt: skip
+    parts = _layer_parts(document, spread=True)
     parts += ["\n".join(wrapped(f"* {note}") for note in tables.note_lines(document))]
     split = tables.parts_table(document)
     if split:
@@ -249,7 +231,7 @@ def layer_section(document: dict[str, Any]) -> str:
         wrapped(f"`{document['command']}`. {document['method']}."),
         wrapped(f"Verdicts by this rule: {document['rule']}."),
     ]
-    parts += ["\n".join(f"* {text}" for text in tables.verdict_lines(document))]
+    parts += ["\n".join(f"* {verdict['text']}" for verdict in document["verdicts"])]
     return "\n\n".join(parts)
 
 
@@ -257,8 +239,7 @@ def roles_section(document: dict[str, Any]) -> str:
     """Render one result of the preset ``roles`` in Markdown, whole."""
     parts = []
     for title, heads, lines in roles_tables(document):
-        grid = [f"| {' | '.join(heads)} |", f"|{'---:|' * len(heads)}", *(f"| {' | '.join(line)} |" for line in lines)]
-        parts += [f"{title}, µs of one rank (share of the bandwidth):", "\n".join(grid)]
+        parts += [f"{title}, µs of one rank (share of the bandwidth):", markdown(heads, lines, text=0)]
     versions, speed = document["versions"], document["bandwidth"]["gb_per_s"]
     ran = (
         f"`{document['command']}` on one {document['devices'][0]}, torch {versions['torch']}, triton "
@@ -297,31 +278,25 @@ def speed_table(document: dict[str, Any]) -> str:
     """Render one result of ``moelink bench`` in Markdown, whole."""
     versions, ceiling = document["versions"], document["ceiling"]["gb_per_s"]
     limit = f"{ceiling:.0f} GB/s out of each GPU" if ceiling else "not measured"
-    lines = [
-        "| case | contender | dispatch, µs | combine, µs | both, µs | share of the link speed |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for row in document["rows"]:
-        if row["reason"]:
-            continue
-        phases = row["phases"]
+    lines = []
+    for row in (row for row in document["rows"] if not row["reason"]):
+        phases, label = row["phases"], document["cases"][row["case"]]["label"]
         shares = [phases.get(phase, {}).get("share_of_ceiling") for phase in PHASES[:2]]
         share = " / ".join("" if value is None else f"{100 * value:.0f} %" for value in shares)
-        cells = " | ".join(cell(phases.get(phase)) for phase in PHASES)
-        lines.append(f"| {document['cases'][row['case']]['label']} | {row['contender']} | {cells} | {share} |")
+        lines.append([label, row["contender"], *(cell(phases.get(phase)) for phase in PHASES), share])
     case = document["cases"][0]["case"]
     ran = (
         f"`{document['command']}` on {document['ranks']} × {document['devices'][0]}: hidden size "
         f"{case['hidden_size']}, top-{case['topk']} of {case['num_experts']} experts, bf16 combine, torch "
-        f"{versions['torch']}, triton "
-        f"{versions['triton']}, commit {document['commit'][:7]}, {document['date']}. All-to-all ceiling of this run: "
-        f"{limit}."
+        f"{versions['torch']}, triton {versions['triton']}, commit {document['commit'][:7]}, {document['date']}. "
+        f"All-to-all ceiling of this run: {limit}."
     )
+    columns = ("case", "contender", *(f"{phase}, µs" for phase in PHASES), "share of the link speed")
     heads, shares = share_lines(document)
     parts = [
-        "\n".join(lines), wrapped(ran), "\n".join(wrapped(f"* {note}") for note in leaving_out([document])),
-        comparison_section([document]),
-        f"{markdown(heads, shares)}\n\n{wrapped(document['sm_share_rule'])}" if shares else "",
+        markdown(columns, lines, text=2), wrapped(ran),
+        "\n".join(wrapped(f"* {note}") for note in leaving_out([document])), comparison_section([document]),
+        f"{markdown(heads, shares, gap=' ')}\n\n{wrapped(document['sm_share_rule'])}" if shares else "",
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
 
@@ -397,9 +372,9 @@ def rendered() -> dict[Path, str]:
     speed = between(performance.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json")))
     compared = comparison_sections([document for _, document in results])
     times = "\n\n".join(
-        text if text.startswith("|") else wrapped(text) for text in host.host_summary(host.results(HOST))
+        text if text.startswith("|") else wrapped(text) for text in host.host_summary(host.results(host.HOST_BENCHMARK))
     )
-    costs = "\n\n".join(wrapped(host.overhead_of(each)) for _, each in host.results(OPERATORS))
+    costs = "\n\n".join(wrapped(host.overhead_of(each)) for _, each in host.results(host.OPERATORS_BENCHMARK))
     speed = between(speed, "host", times)
     return {
         readme: between(start, "layer", layer_summary(by_ranks[:1])),

@@ -18,6 +18,11 @@ from moelink_bench.timing import Figure, slowest_rank
 from moelink_bench.workload import WireBytes, combine_row_bytes, dispatch_message_bytes, wire_bytes
 
 
+def microseconds(value: float) -> str:
+    """Write a time with as many digits as it is worth: ``12.3``, ``1234``."""
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
 @dataclass(frozen=True)
 class RankRow:
     """One contender on one case, as one rank saw it.

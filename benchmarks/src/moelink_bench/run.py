@@ -42,7 +42,6 @@ def moelink_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> 
 
     The program of ``world_size`` processes. Rank 0 appends a line per step to the file ``progress``, if one is named.
     """
-
     say = teller(rank, progress)
     with joined(rank, plan.device, flush_bytes=plan.flush_bytes, timeout=plan.timeout) as clock:
         say("measuring the ceiling")
@@ -347,5 +346,5 @@ def make_document(
         "at_the_wire_everywhere": overall([verdict.within_wire for verdict in verdicts]),
         "speed_gate": {"passed": passed(comparisons), "comparisons": to_document(comparisons)},
         "published": to_document(beside([case.case for case in results])),
-        **({"sm_shares": to_document(shares), "sm_share_rule": SHARE_RULE} if shares else {}),
+        **({"sm_shares": shares, "sm_share_rule": SHARE_RULE} if shares else {}),
     }

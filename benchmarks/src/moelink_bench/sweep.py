@@ -50,11 +50,9 @@ METHOD = (
     f"events around replays of a CUDA graph of {SETTINGS.calls} calls, median over {SETTINGS.samples} of the slowest "
     "rank, us per call"
 )
+Rows = Iterator[dict[str, Any]]
 COPIES_OF_ROWS = 4
 """Expert outputs that combines of a pair take in turn, so that not all of them find theirs in the cache."""
-
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -109,14 +107,10 @@ def microseconds(call: Callable[[int], Any], clock: Clock) -> float:
 
 
 def measure(case: Case, phases: Sequence[str], data: Sequence[Batch], clock: Clock, *, rows: int) -> dict[str, float]:
-    """Return the microseconds of each of ``phases`` ("dispatch", "combine", "both").
+    """Return the microseconds of each of ``phases`` ("dispatch", "combine", "both") of a communicator for ``case``.
 
-    Args:
-        case: what the communicator is for.
-        phases: what is timed.
-        data: inputs that dispatches take in turn. Outputs do likewise, or over two where one phase is timed.
-        clock: of this rank.
-        rows: number of expert outputs that combines take in turn.
+    Dispatches take ``data`` in turn, and combines ``rows`` expert outputs. Outputs rotate as ``data`` does, or over two
+    where one phase is timed.
     """
     capacity = 11 * len(data[0].x) + 512
     with open_communicator(
@@ -146,7 +140,7 @@ def measure(case: Case, phases: Sequence[str], data: Sequence[Batch], clock: Clo
         return found
 
 
-def rows_of_settings(args: argparse.Namespace, case: Case, data: Sequence[Batch], clock: Clock) -> Iterator[Row]:
+def rows_of_settings(args: argparse.Namespace, case: Case, data: Sequence[Batch], clock: Clock) -> Rows:
     """Time one phase with each setting."""
     for chosen in args.settings:
         with in_force(chosen, args.phase, dict(args.spec)):
@@ -158,7 +152,7 @@ def rows_of_settings(args: argparse.Namespace, case: Case, data: Sequence[Batch]
         }  # fmt: skip
 
 
-def rows_of_pairs(args: argparse.Namespace, case: Case, data: Sequence[Batch], clock: Clock) -> Iterator[Row]:
+def rows_of_pairs(args: argparse.Namespace, case: Case, data: Sequence[Batch], clock: Clock) -> Rows:
     """Time dispatch, combine and both in turn."""
     found = measure(case, PHASES, data, clock, rows=min(len(data), COPIES_OF_ROWS))
     yield {"format": args.format, "tokens": case.tokens, **{phase: round(took, 1) for phase, took in found.items()}}

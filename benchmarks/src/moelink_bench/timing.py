@@ -36,9 +36,8 @@ def host_barrier() -> None:
         dist.all_reduce(torch.zeros(1))
 
 
-def everyone(value: T) -> list[T]:
-    """Gather ``value`` of every rank, by rank. Collective. As :func:`moelink.control.values.gather_values`."""
-    return gather_values(value)
+everyone = gather_values
+"""Of every rank, by rank."""
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, str]:

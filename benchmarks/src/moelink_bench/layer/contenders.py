@@ -105,10 +105,6 @@ class Given(Contender):
         """The parts of the layer."""
         return chained(self._contender.parts(), self._inputs[copy])
 
-    def check(self) -> str:
-        """Return what is wrong with the calls so far."""
-        return self._contender.check()
-
 
 @dataclass(frozen=True)
 class Routed:

@@ -6,11 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from moelink.tools.results import LAYER_BENCHMARK, Method
-from moelink_bench.document import run_head, to_document
+from moelink_bench.document import markdown, run_head, to_document
 from moelink_bench.layer.contenders import LAYER, PARTS
 from moelink_bench.layer.plan import LayerPlan
 from moelink_bench.measure import FAILED
-from moelink_bench.report import FASTER, RankReport, Row, duels_of, faster_in, merged_row, overall, said_of
+from moelink_bench.report import (
+    FASTER,
+    RankReport,
+    Row,
+    duels_of,
+    faster_in,
+    merged_row,
+    microseconds,
+    overall,
+    said_of,
+)
 
 METHODS: tuple[Method, ...] = ("graph", "eager")
 
@@ -29,6 +39,7 @@ RULE = (
     "have it, else eager calls. faster_everywhere counts the contender of the same precision, moelink bf16"
 )
 JUDGED = "moelink bf16"
+"""The contender that verdicts on a run are about, and whose parts are shown."""
 
 
 def judge_layer(labels: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -97,14 +108,6 @@ def layer_document(
 EAGER = "\\*"
 """Marks the time of calls made one by one."""
 
-PARTS_OF = "moelink bf16"
-"""The contender whose parts are shown."""
-
-
-def microseconds(value: float) -> str:
-    """Write a time with as many digits as it is worth: ``12.3``, ``1234``."""
-    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
-
 
 def cell(row: dict[str, Any] | None, *, spread: bool) -> str:
     """Render the median of a whole call, with ``spread`` also the 20th and 80th percentile; a dash without a figure."""
@@ -121,28 +124,28 @@ def cell(row: dict[str, Any] | None, *, spread: bool) -> str:
 def times_table(document: dict[str, Any], *, spread: bool) -> str:
     """Render a line per case and a column per contender that ran. The fastest of a line is bold."""
     names = dict.fromkeys(row["contender"] for row in document["rows"] if not row["reason"])
-    lines = [f"| layer, tokens per rank | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
+    lines = []
     for index, case in enumerate(document["cases"]):
         rows = {row["contender"]: row for row in document["rows"] if row["case"] == index}
         medians = {name: (row["graph"] or row["eager"])["median"] for name, row in rows.items() if not row["reason"]}
         fastest = min(medians, key=medians.__getitem__) if medians else None
         cells = {name: cell(rows.get(name), spread=spread) for name in names}
         texts = (f"**{text}**" if name == fastest else text for name, text in cells.items())
-        lines.append(f"| {case['label'].removesuffix('s').removesuffix(' token')} | {' | '.join(texts)} |")
-    return "\n".join(lines)
+        lines.append([case["label"].removesuffix("s").removesuffix(" token"), *texts])
+    return markdown(["layer, tokens per rank", *names], lines)
 
 
 def parts_table(document: dict[str, Any]) -> str:
-    """Render medians of the parts of :data:`PARTS_OF`; "" where it has none."""
-    rows = [row for row in document["rows"] if row["contender"] == PARTS_OF and row["parts"]]
+    """Render medians of the parts of :data:`JUDGED`; "" where it has none."""
+    rows = [row for row in document["rows"] if row["contender"] == JUDGED and row["parts"]]
     names = [name for name in document["parts"] if any(name in row["parts"] for row in rows)]
     if not rows:
         return ""
-    lines = [f"| {PARTS_OF}, µs | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
+    lines = []
     for row in rows:
         cells = (microseconds(row["parts"][name]["median"]) if name in row["parts"] else "–" for name in names)
-        lines.append(f"| {document['cases'][row['case']]['label']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([document["cases"][row["case"]]["label"], *cells])
+    return markdown([f"{JUDGED}, µs", *names], lines)
 
 
 def shapes_text(document: dict[str, Any]) -> str:
@@ -174,8 +177,3 @@ def note_lines(document: dict[str, Any]) -> list[str]:
     notes = [f"{row['contender']}: {row['note']}." for row in document["rows"] if row["note"]]
     absent = [f"{row['contender']} did not run: {row['reason']}." for row in document["rows"] if row["reason"]]
     return list(dict.fromkeys([*notes, *absent]))
-
-
-def verdict_lines(document: dict[str, Any]) -> list[str]:
-    """Return the texts of all verdicts."""
-    return [verdict["text"] for verdict in document["verdicts"]]

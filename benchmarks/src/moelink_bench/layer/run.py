@@ -6,6 +6,7 @@ timed. FlashInfer runs in processes of its own, so that it cannot take the other
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from moelink_bench.layer.contenders import (
     moelink_maker,
     run_parts,
 )
-from moelink_bench.layer.data import LayerInput, Weights, make_inputs, make_weights, truth, worst_error
+from moelink_bench.layer.data import LayerInput, make_inputs, make_weights, truth, worst_error
 from moelink_bench.layer.peers import (
     EXCHANGE,
     FLASHINFER_LAYER,
@@ -68,17 +69,19 @@ def layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") 
 
     The program of ``world_size`` processes. Rank 0 appends a line per step to the file ``progress``, if one is named.
     """
-
     say = teller(rank, progress)
-    with (
-        joined(rank, plan.device, flush_bytes=plan.flush_bytes, timeout=plan.timeout) as clock,
-        torch.no_grad(),
-    ):
+    with joined(rank, plan.device, flush_bytes=plan.flush_bytes, timeout=plan.timeout) as clock, torch.no_grad():
         device = torch.cuda.get_device_name(clock.device) if plan.device == "cuda" else "CPU"
         report = RankReport(device)
         for shape, most in plan.shapes().items():
             say(f"{shape.model}: weights")
-            made, reason = attempt(lambda shape=shape: weights_of(shape, plan, rank, clock.device))  # type: ignore[misc]
+            drawn: dict[str, Any] = {
+                "seed": plan.settings.seed,
+                "rank": rank,
+                "world_size": plan.ranks,
+                "device": clock.device,
+            }
+            made, reason = attempt(functools.partial(make_weights, shape, **drawn))
             if made is None:
                 report = replace(report, rows=(*report.rows, *absent_rows(plan, shape, reason)))
                 continue
@@ -90,11 +93,6 @@ def layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") 
             if report.gate:
                 break
         return [RankReport.decode(said) for said in everyone(asdict(report))]
-
-
-def weights_of(shape: Shape, plan: LayerPlan, rank: int, device: torch.device) -> Weights:
-    """Draw this rank's experts."""
-    return make_weights(shape, seed=plan.settings.seed, rank=rank, world_size=plan.ranks, device=device)
 
 
 def absent_rows(plan: LayerPlan, shape: Shape, reason: str) -> list[RankRow]:
