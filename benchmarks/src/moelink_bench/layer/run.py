@@ -75,13 +75,9 @@ def layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") 
         report = RankReport(device)
         for shape, most in plan.shapes().items():
             say(f"{shape.model}: weights")
-            drawn: dict[str, Any] = {
-                "seed": plan.settings.seed,
-                "rank": rank,
-                "world_size": plan.ranks,
-                "device": clock.device,
-            }
-            made, reason = attempt(functools.partial(make_weights, shape, **drawn))
+            made, reason = attempt(functools.partial(
+                make_weights, shape, seed=plan.settings.seed, rank=rank, world_size=plan.ranks, device=clock.device,
+            ))  # fmt: skip
             if made is None:
                 report = replace(report, rows=(*report.rows, *absent_rows(plan, shape, reason)))
                 continue
