@@ -83,8 +83,9 @@ def measure_contender(
         for _, call in contender.chain(copy):
             call()
     repeats = [contender.repeats(copy) for copy in range(copies)]
-    chains = [contender.chain(index % copies) for index in range(calls)]
-    names, steps = [name for name, _ in chains[0]], [call for chain in chains for _, call in chain]
+    chains = [contender.chain(copy) for copy in range(copies)]  # what one holds, its next turn replaces
+    names = [name for name, _ in chains[0]]
+    steps = [call for index in range(calls) for _, call in chains[index % copies]]
     phases: dict[str, PhaseSamples] = {}
     if contender.alternates:
         times = clock.measure_steps(steps, samples=settings.host_samples, warmup=min(1, settings.warmup))
