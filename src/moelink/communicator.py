@@ -149,10 +149,16 @@ class Communicator(OfThisProcess):
             PeerAbortedError, PeerTimeoutError, ProtocolError: a peer is the cause.
             PendingError, ClosedError: the communicator's state does not allow the call.
         """
+        plain = scales is None and input_scale is None and routing is None and out is None and num_sms is None
+        plain = plain and host_counts is False
+        if plain and self._fast_path is not None and not torch.compiler.is_compiling():
+            made = self._fast_path.dispatch(x, topk_ids, topk_weights, max_tokens)  # type: ignore[arg-type]
+            if made is not None:
+                return made
         request = DispatchRequest(
             x, topk_ids, topk_weights, scales, input_scale, routing, host_counts, out, max_tokens, num_sms  # type: ignore[arg-type]
         )  # fmt: skip
-        return self._call(request)  # type: ignore[no-any-return]
+        return self._call(request, plain)  # type: ignore[no-any-return]
 
     def dispatch_async(
         self, x: Tensor, topk_ids: Tensor | None, topk_weights: Tensor | Hook | None = None,
@@ -197,7 +203,14 @@ class Communicator(OfThisProcess):
 
         Raises: as :meth:`dispatch`.
         """
-        return self._call(CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms))  # type: ignore[no-any-return]
+        plain = topk_weights is None and epilogue is None and shared is None and out is None
+        plain = plain and reduce is True and weigh is True and num_sms is None
+        if plain and self._fast_path is not None and not torch.compiler.is_compiling():
+            made = self._fast_path.combine(y, recv)
+            if made is not None:
+                return made
+        request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)
+        return self._call(request, plain)  # type: ignore[no-any-return]
 
     def combine_async(
         self, y: Tensor, recv: DispatchOutput, topk_weights: Tensor | Hook | None = None,
@@ -207,27 +220,24 @@ class Communicator(OfThisProcess):
         method takes. Until then the arguments must not change: kernels of both halves read them."""
         return self._start(CombineRequest(y, recv, topk_weights, **options))
 
-    def _call(self, request: CallRequest) -> Any:
-        """Make a call and return its result: by an operator under a compiler, on the fast path where that knows the
-        call's kind, in the ordinary way in all other cases."""
+    def _call(self, request: CallRequest, plain: bool) -> Any:
+        """Make a call and return its result, by an operator under a compiler. The fast path learns of a ``plain`` one,
+        which is without options."""
         if torch.compiler.is_compiling():
             request.fill_in()
             return ops.call(self._context, request)
-        if self._fast_path is not None and request.is_plain:
-            made = self._fast_path.make(request)
-            if made is not None:
-                return made
-        return self._within(self._make, request)
-
-    def _make(self, request: CallRequest) -> Any:
-        """Make an ordinary call."""
-        request.fill_in()
-        if ops.needs_operator(request):
-            return ops.call(self._context, request)
-        (made,) = self._session.start([self._context.direct(request)], fused=True).wait()
-        if self._fast_path is not None and request.is_plain:
+        made, ordinary = self._within(self._make, request)
+        if plain and ordinary and self._fast_path is not None:
             self._fast_path.learn(request, made)
         return made
+
+    def _make(self, request: CallRequest) -> tuple[Any, bool]:
+        """Make a call and return its result, and whether it was made without an operator."""
+        request.fill_in()
+        if ops.needs_operator(request):
+            return ops.call(self._context, request), False
+        (made,) = self._session.start([self._context.direct(request)], fused=True).wait()
+        return made, True
 
     def _start(self, request: CallRequest) -> PendingSingle[Any]:
         """Start a call."""

@@ -68,8 +68,7 @@ def test_fields_are_made_at_the_first_look_and_kept() -> None:
 def test_results_of_operators_share_no_memory(layout: str) -> None:
     with moelink.init(**FIELDS, layout=layout) as ep:
         x, ids = torch.randn(3, 128).bfloat16(), torch.tensor([[0, 3], [1, -1], [2, 2]])
-        request = DispatchRequest(x, ids, torch.rand(3, 2))
-        request.separate = True
+        request = DispatchRequest(x, ids, torch.rand(3, 2), separate=True)
         (apart,) = ep._session.call([request], fused=True).wait()
         recv = ep.dispatch(x, ids, request.topk_weights)
         names = [

@@ -88,8 +88,8 @@ def _dispatch(
             routing=context.restore(routing, topk_ids=topk_ids) if routing else None,
             host_counts=host_counts,
             max_tokens=max_tokens,
+            separate=True,
         )
-        request.separate = True
         operation = context.session.call([request], fused=True)
     (output,) = operation.wait()
     return context.flatten(output, with_plan=not routing)

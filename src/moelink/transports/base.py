@@ -7,7 +7,7 @@ rank. Arguments have been validated; a transport only moves data.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypedDict, TypeVar
 
 from torch import Tensor
@@ -75,21 +75,13 @@ class DispatchRequest:
     out: DispatchOutput | None = None
     max_tokens: int | None = None
     num_sms: int | None = None
-    separate: bool = field(default=False, init=False)
+    separate: bool = False
     phase: ClassVar[Phase] = "dispatch"
 
     @property
     def over(self) -> DispatchOutput | None:
         """The earlier output that this call goes over, if there is one."""
         return self.routing
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no option is set that the fast path does not know."""
-        return (
-            self.scales is None and self.input_scale is None and self.routing is None and self.out is None
-            and self.num_sms is None and self.host_counts is False
-        )  # fmt: skip
 
     @property
     def differentiable(self) -> tuple[Tensor | Hook | None, ...]:
@@ -140,14 +132,6 @@ class CombineRequest:
     def over(self) -> DispatchOutput:
         """The earlier output that this call goes over."""
         return self.recv
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no option is set that the fast path does not know."""
-        return (
-            self.topk_weights is None and self.epilogue is None and self.shared is None and self.out is None
-            and self.num_sms is None and self.reduce is True and self.weigh is True
-        )  # fmt: skip
 
     @property
     def differentiable(self) -> tuple[Tensor | Hook | None, ...]:
@@ -215,14 +199,17 @@ class Finished(Generic[T]):
 class FastPath(Protocol):
     """A way to make calls of kinds that were made before with little host time, for one local rank.
 
-    It takes requests that are plain.
+    ``dispatch`` and ``combine`` return None, and do nothing, for a call that they do not know.
     """
 
-    def make(self, request: CallRequest) -> Any:
-        """Make a call of a known kind and return its result; else do nothing and return None."""
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor | None, max_tokens: int | None) -> DispatchOutput | None:
+        """Make a dispatch without other options."""
+
+    def combine(self, y: Tensor, recv: DispatchOutput) -> Tensor | None:
+        """Make a combine without options."""
 
     def learn(self, request: CallRequest, result: Any) -> None:
-        """Note the kind of an ordinary call that was made, with its result."""
+        """Note the kind of an ordinary call without options that was made, with its result."""
 
 
 class Transport(Protocol):

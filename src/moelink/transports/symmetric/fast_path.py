@@ -13,10 +13,12 @@ caller's tensors and of the output. Everything else stays there. Most addresses 
 They are written again only where the allocator returned another arena than last time, which it seldom does in a loop.
 On a CPU, where kernels are interpreted, it makes the ordinary objects of a call (:class:`PreparedForInterpreter`).
 
-The fast path takes plain requests whose tensors need no gradient, while nothing is traced. It answers None to any
-other, before anything has happened, and the caller makes the call in the ordinary way. It learns a kind from the first
-ordinary call of that kind. It takes the steps of the session and the transport in their order: up
-to its launch an exception, such as that there is no memory for the output, is told to the peers as a refusal.
+The fast path takes calls without options whose tensors need no gradient, while nothing is traced. To any other call it
+answers None, before anything has happened, and the caller makes the call in the ordinary way. It learns a kind from the
+first ordinary call of that kind. It takes the steps of the session and the transport in their order: up to its launch
+an exception, such as that there is no memory for the output, is told to the peers as a refusal. Its two calls have the
+work of :meth:`Session.within` in their lines and make no request, because each further function and object costs host
+time.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ from torch import Tensor
 from moelink.kernels.launch.direct import DirectKernel
 from moelink.kernels.launch.launcher import OWN_ADDRESSES, has_hooks
 from moelink.kernels.records import CombineInputs, DispatchInputs, RoutingNotes
+from moelink.lease import RowsInPlace
 from moelink.memory.layout import ALIGNMENT
-from moelink.output import DispatchOutput, is_captured
+from moelink.output import DispatchOutput, is_captured, made
 from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Phase
 from moelink.transports.session import Session
 from moelink.transports.symmetric import combine, plans
@@ -55,9 +58,6 @@ _Y, _HOME_WEIGHTS, _HOME_IDS, _OUT = (
 MOST_KINDS = 4096
 """Kinds that are kept. A program with more, such as one whose token count is never the same, is not slower for it."""
 
-At = tuple[int, int, int]
-"""Addresses of a call: of x or y, of ids, and of router weights, 0 where there are none."""
-
 
 class Transport(Protocol):
     """The parts of a symmetric transport that the fast path needs."""
@@ -69,17 +69,6 @@ class Transport(Protocol):
 
     def launch_quick(self, phase: Phase, rank: Rank, stream: int, launch: Callable[[int], None]) -> None:
         """Count a call of one local rank and launch it."""
-
-
-class Prepared(Protocol):
-    """A prepared call."""
-
-    def prepare(self, request: Any, at: At, stream: int) -> Any:
-        """Make the output of a call and write its addresses. ``stream``: :meth:`Rank.stream_to_go_on`."""
-
-    @property
-    def launch(self) -> Callable[[int], None]:
-        """A function that launches the prepared call on a stream."""
 
 
 class _Direct:
@@ -113,25 +102,27 @@ class PreparedDispatch(_Direct):
             direct, plan.both.count, [(first + i, begin) for i, begin in enumerate(plan.in_arena) if begin >= 0]
         )
         self._plan, self._owner, self._calls = plan, owner, rank.calls
-        self._large = tuple((name, OWN_ADDRESSES + PLACES[name]) for name, _ in plan.large)
+        self._large = tuple((name, OWN_ADDRESSES + PLACES[name], make) for name, make in plan.make_large)
 
-    def prepare(self, request: DispatchRequest, at: At, stream: int) -> DispatchOutput:
+    def prepare(
+        self, x: Tensor, x_at: int, ids: Tensor, ids_at: int, weights: Tensor | None, weights_at: int,
+        version: int | None,
+    ) -> DispatchOutput:  # fmt: skip
         """Make the output of a call and write its addresses."""
-        addresses, plan, ids = self.direct.addresses, self._plan, request.topk_ids
-        # Of a handle that is 0, the default stream, nothing is captured.
-        unknown = ids.is_inference() or (stream != 0 and is_captured(ids))
-        version = None if unknown else ids._version
-        received = Received(plan, self._owner, plan.make_arena(), ids, request.topk_weights, version)  # type: ignore[arg-type]
-        output = received.output(self._calls)
-        fields = output.__dict__
-        for name, place in self._large:
-            addresses[place] = fields[name].data_ptr()
-        addresses[_X], addresses[_IDS], weights_at = at
-        if weights_at:
+        addresses, plan = self.direct.addresses, self._plan
+        received = Received(plan, self._owner, plan.make_arena(), ids, weights, version)
+        fields: dict[str, Any] = {"_source": received}
+        for name, place, make in self._large:
+            fields[name] = tensor = make()
+            addresses[place] = tensor.data_ptr()
+        if self._calls is not None:
+            fields["_rows"] = RowsInPlace(self._calls, plan.in_place)  # type: ignore[arg-type]
+        addresses[_X], addresses[_IDS] = x_at, ids_at
+        if weights is not None:
             addresses[_WEIGHTS] = weights_at
         if received.at != self._arena_at:
             self._follow(received.at)
-        return output
+        return made(DispatchOutput, fields)
 
 
 class PreparedCombine(_Direct):
@@ -144,29 +135,29 @@ class PreparedCombine(_Direct):
         super().__init__(direct, plan.both.count, places)
         self._make_out = plans.maker(plan.out, rank.device)
 
-    def prepare(self, request: CombineRequest, at: At, stream: int) -> Tensor:
+    def prepare(
+        self, y: Tensor, y_at: int, recv: DispatchOutput, ids_at: int, weights_at: int, received: Received
+    ) -> Tensor:
         """Make the result of a call and write its addresses."""
         addresses, out = self.direct.addresses, self._make_out()
-        addresses[_Y], addresses[_HOME_IDS], weights_at = at
-        addresses[_OUT] = out.data_ptr()
-        if weights_at:
+        addresses[_Y], addresses[_HOME_IDS], addresses[_OUT] = y_at, ids_at, out.data_ptr()
+        if received.weights is not None:
             addresses[_HOME_WEIGHTS] = weights_at
-        arena = request.recv.__dict__["_source"].at
-        if arena != self._arena_at:
-            self._follow(arena)
+        if received.at != self._arena_at:
+            self._follow(received.at)
         return out
 
 
 class PreparedForInterpreter:
-    """Calls of one kind on a CPU. ``make``: makes an ordinary call of a request."""
+    """Calls of one kind on a CPU. ``make``: makes an ordinary call of its tensors."""
 
-    def __init__(self, make: Callable[[Any], Dispatch | Combine]) -> None:
+    def __init__(self, make: Callable[..., Dispatch | Combine]) -> None:
         self._make = make
         self._call: Dispatch | Combine | None = None
 
-    def prepare(self, request: CallRequest, at: At, stream: int) -> Any:
-        """Make the output of a call."""
-        self._call = self._make(request)
+    def prepare(self, first: Tensor, _: int, second: Any, __: int, third: Any, *rest: Any) -> Any:
+        """Make the output of a call, whose tensors stand between addresses."""
+        self._call = self._make(first, second, third)
         return self._call.output
 
     def launch(self, stream: int) -> None:
@@ -184,64 +175,81 @@ class SymmetricFastPath:
         self._most_id = session.configs[0].num_experts - 1
         self._on_cpu = rank.device.type == "cpu"
         self._device = -1 if self._on_cpu else rank.device.index
-        self._prepared: dict[Any, Prepared | None] = {}
+        self._prepared: dict[Any, Any] = {}
 
-    def make(self, request: CallRequest) -> Any:
-        """Make a call of a known kind and return its result, or do nothing and return None."""
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor | None, max_tokens: int | None) -> DispatchOutput | None:
+        """Make a dispatch of a known kind and return its output, or do nothing and return None."""
+        prepared = self._prepared.get(_kind_of_dispatch(x, ids, weights, max_tokens))
         # Prepared calls are those of kernels that do not stamp.
-        if self._rank.trace is not None:
-            return None
-        prepared = self._prepared.get(kind_of_call(request))
-        if prepared is None or has_hooks():
+        if prepared is None or has_hooks() or self._rank.trace is not None:
             return None
         gradients = torch.is_grad_enabled()
-        if type(request) is DispatchRequest:
-            at = self._addresses_of_dispatch(request, gradients)
-        else:
-            at = self._addresses_of_combine(request, gradients)  # type: ignore[arg-type]
-        if at is None:
-            return None
-        return self._session.within(request.phase, self._launch, (prepared, request, at), lambda: request.over)
-
-    def _launch(self, known: tuple[Prepared, CallRequest, At]) -> Any:
-        """Make a call, which is within a call of the session."""
-        prepared, request, at = known
-        transport, rank = self._transport, self._rank
-        if rank.has_error():
-            # It is that of an earlier call. No rank makes this one: the peers raise the same error.
-            transport.partly_sent = self._session.complete = True
-            transport.raise_error()
-        stream = rank.stream_to_go_on()
-        made = prepared.prepare(request, at, stream)
-        transport.partly_sent = self._session.complete = True
-        transport.launch_quick(request.phase, rank, stream, prepared.launch)
-        if rank.calls is not None and type(made) is DispatchOutput:
-            made.rows_in_place.renew()  # type: ignore[union-attr]
-        return made
-
-    def _addresses_of_dispatch(self, request: DispatchRequest, gradients: bool) -> At | None:
-        """Return the addresses of a dispatch's tensors, or None where kernels cannot take them as they are."""
-        ids, weights = request.topk_ids, request.topk_weights
-        x_at, ids_at = self._address(request.x, gradients), self._address(ids, False)
-        weights_at = 0 if weights is None else self._address(weights, gradients)  # type: ignore[arg-type]
+        x_at, ids_at = self._address(x, gradients), self._address(ids, False)
+        weights_at = 0 if weights is None else self._address(weights, gradients)
         if x_at < 0 or ids_at < 0 or weights_at < 0 or (self._on_cpu and not self._in_range(ids)):
             return None
-        return x_at, ids_at, weights_at
+        session, transport, rank = self._session, self._transport, self._rank
+        try:
+            session.begin("dispatch")
+            if rank.has_error():
+                self._raise_error()
+            stream = rank.stream_to_go_on()
+            # Of a handle that is 0, the default stream, nothing is captured.
+            unknown = ids.is_inference() or (stream != 0 and is_captured(ids))
+            version = None if unknown else ids._version
+            output: DispatchOutput = prepared.prepare(x, x_at, ids, ids_at, weights, weights_at, version)
+            transport.partly_sent = session.complete = True
+            transport.launch_quick("dispatch", rank, stream, prepared.launch)
+            if rank.calls is not None:
+                output.rows_in_place.renew()  # type: ignore[union-attr]
+            return output
+        except BaseException as error:
+            session.unwind("dispatch", error)
+            raise
+        finally:
+            session.guard.leave()
 
-    def _addresses_of_combine(self, request: CombineRequest, gradients: bool) -> At | None:
-        """Return the same of a combine, or None also where the session would refuse it or its rows need a gradient."""
-        fields = request.recv.__dict__
-        received: Received = fields["_source"]
+    def combine(self, y: Tensor, recv: DispatchOutput) -> Tensor | None:
+        """Make a combine of a known kind and return its result, or do nothing and return None."""
+        if type(recv) is not DispatchOutput or type(y) is not Tensor or self._rank.trace is not None:
+            return None
+        fields = recv.__dict__
+        received: Received | None = fields.get("_source")
+        if received is None or received.again is not None:
+            return None
         ids, weights = received.ids, received.weights
+        prepared = self._prepared.get(_kind_of_combine(y, received))
+        if prepared is None or has_hooks() or ("_rows" in fields and not fields["_rows"].is_latest):
+            return None
         if received.version is not None and ids._version != received.version:
             return None
-        if ("_rows" in fields and not fields["_rows"].is_latest) or (gradients and _any_requires_grad(fields)):
+        gradients = torch.is_grad_enabled()
+        if gradients and _any_requires_grad(fields):
             return None
-        y_at, ids_at = self._address(request.y, gradients), ids.data_ptr()
-        weights_at = 0 if weights is None else weights.data_ptr()
+        y_at, ids_at, weights_at = self._address(y, gradients), ids.data_ptr(), 0
+        if weights is not None:
+            weights_at = weights.data_ptr()
         if y_at < 0 or ids_at % ALIGNMENT or weights_at % ALIGNMENT:
             return None
-        return y_at, ids_at, weights_at
+        session, transport, rank = self._session, self._transport, self._rank
+        try:
+            session.begin("combine")
+            if rank.has_error():
+                self._raise_error()
+            out: Tensor = prepared.prepare(y, y_at, recv, ids_at, weights_at, received)
+            transport.partly_sent = session.complete = True
+            transport.launch_quick("combine", rank, rank.stream_to_go_on(), prepared.launch)
+            return out
+        except BaseException as error:
+            session.unwind("combine", error, partial(_itself, recv))
+            raise
+        finally:
+            session.guard.leave()
+
+    def _raise_error(self) -> None:
+        """Raise the error of an earlier call. No rank makes this call: the peers raise the same error."""
+        self._transport.partly_sent = self._session.complete = True
+        self._transport.raise_error()
 
     def _address(self, tensor: Tensor, gradients: bool) -> int:
         """Return the address of a tensor that kernels take as it is, or -1 of any other."""
@@ -255,62 +263,69 @@ class SymmetricFastPath:
         return not ids.numel() or (int(ids.min()) >= -1 and int(ids.max()) <= self._most_id)
 
     def learn(self, request: CallRequest, result: Any) -> None:
-        """Note the kind of an ordinary plain call that was made, with its result."""
-        key = kind_of_call(request)
-        if key is None or key in self._prepared or len(self._prepared) >= MOST_KINDS or self._rank.trace is not None:
+        """Note the kind of an ordinary call without options that was made, with its result."""
+        if self._rank.trace is not None or len(self._prepared) >= MOST_KINDS:
             return
         if isinstance(request, DispatchRequest):
-            weights = request.topk_weights
-            if weights is not None and weights.dtype != self._rank.weight_dtype:  # type: ignore[union-attr]
+            given = [t for t in (request.x, request.topk_ids, request.topk_weights) if t is not None]
+            key = _kind_of_dispatch(request.x, request.topk_ids, request.topk_weights, request.max_tokens)
+            if key is None or key in self._prepared or given[2:] and given[2].dtype != self._rank.weight_dtype:  # type: ignore[union-attr]
                 return
-            given = [tensor for tensor in (request.x, request.topk_ids, weights) if tensor is not None]
             if all(self._address(tensor, True) >= 0 for tensor in given):  # type: ignore[arg-type]
                 self._prepared[key] = self._prepare_dispatch(request, given)  # type: ignore[arg-type]
             return
+        received = request.recv.__dict__.get("_source")
+        if received is None or received.again is not None or type(request.y) is not Tensor:
+            return
+        key = _kind_of_combine(request.y, received)
+        if key in self._prepared:
+            return
         call = Combine(self._rank, dataclasses.replace(request, out=result))
         if all(self._address(tensor, True) >= 0 for tensor in call.given):
-            self._prepared[key] = self._prepare_combine(request, call)
+            self._prepared[key] = self._prepare_combine(received.plan, call)
 
-    def _prepare_dispatch(self, request: DispatchRequest, given: list[Tensor]) -> Prepared | None:
+    def _prepare_dispatch(self, request: DispatchRequest, given: list[Tensor]) -> Any:
         rank, plan, owner = self._rank, Dispatch.plan_of(self._rank, request), self._session.identity
         if plan.layout is not None:
             return None
         if self._on_cpu:
-            return PreparedForInterpreter(lambda request: Dispatch(rank, request, owner))
+            bound = request.max_tokens
+            return PreparedForInterpreter(
+                lambda x, ids, weights: Dispatch(rank, DispatchRequest(x, ids, weights, max_tokens=bound), owner)
+            )
         direct = rank.launcher.direct_form(plan.both, given, [rank.nothing_at] * len(ADDRESSES), plan.fused)
         return None if direct is None else PreparedDispatch(rank, plan, direct, owner)
 
-    def _prepare_combine(self, request: CombineRequest, call: Combine) -> Prepared | None:
-        rank, rows = self._rank, request.recv.__dict__["_source"].plan
+    def _prepare_combine(self, rows: plans.LaunchPlan, call: Combine) -> Any:
+        rank = self._rank
         if len(call.passes) > 1:
             return None
         if self._on_cpu:
-            return PreparedForInterpreter(partial(Combine, rank))
+            return PreparedForInterpreter(lambda y, recv, _: Combine(rank, CombineRequest(y, recv)))
         ((both, _, numbers, given),) = call.launches()
         direct = rank.launcher.direct_form(both, given, [rank.nothing_at] * len(COMBINE_ADDRESSES), numbers)
         return None if direct is None else PreparedCombine(rank, call.launch_plan, rows, direct)
 
 
-def kind_of_call(request: CallRequest) -> Any:
-    """Return the key that calls of one kind have in common, or None if the call of ``request``, which is plain, has no
-    kind."""
-    if type(request) is DispatchRequest:
-        x, ids, weights, bound = request.x, request.topk_ids, request.topk_weights, request.max_tokens
-        if type(x) is not Tensor or type(ids) is not Tensor or not (bound is None or type(bound) is int):
-            return None
-        if weights is None:
-            return x.shape, x.dtype, ids.shape, ids.dtype, bound
-        if type(weights) is not Tensor:
-            return None
-        return x.shape, x.dtype, ids.shape, ids.dtype, bound, weights.shape, weights.dtype
-    y, recv = request.y, request.recv  # type: ignore[union-attr]
-    if type(recv) is not DispatchOutput or type(y) is not Tensor:
+def _kind_of_dispatch(x: Any, ids: Any, weights: Any, max_tokens: Any) -> Any:
+    """Return the key of a dispatch's kind, or None if it has no kind."""
+    if type(x) is not Tensor or type(ids) is not Tensor or not (max_tokens is None or type(max_tokens) is int):
         return None
-    received: Received | None = recv.__dict__.get("_source")
-    if received is None or received.again is not None:
+    if weights is None:
+        return x.shape, x.dtype, ids.shape, ids.dtype, max_tokens
+    if type(weights) is not Tensor:
         return None
-    # A plan belongs to one rank of one communicator, so no kind is found for the output of another.
+    return x.shape, x.dtype, ids.shape, ids.dtype, max_tokens, weights.shape, weights.dtype
+
+
+def _kind_of_combine(y: Tensor, received: Received) -> Any:
+    """Return the key of a combine's kind. A plan belongs to one rank of one communicator, so no kind is found for the
+    output of another."""
     return received.plan, y.shape, y.dtype, received.ids.dtype
+
+
+def _itself(recv: DispatchOutput) -> DispatchOutput:
+    return recv
 
 
 def _any_requires_grad(fields: dict[str, Any]) -> bool:
