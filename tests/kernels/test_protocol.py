@@ -13,7 +13,7 @@ import triton.language as tl
 
 import moelink
 import moelink.memory.workspace as workspaces
-from moelink.kernels.combine import reduce
+from moelink.kernels.combine import arrivals, heads
 from moelink.kernels.combine import send as send_back
 from moelink.kernels.dispatch import counts, receive, send, send_cached
 from moelink.kernels.launch.constants import combine_spec
@@ -211,7 +211,7 @@ def clear_nothing(mine, S: tl.constexpr):
 @PLANTED
 @pytest.mark.parametrize("name, fault, first", [("note_refused", note_nothing, 3), ("clear_rows", clear_nothing, 0)])
 def test_rows_left_by_a_refused_call_are_caught(monkeypatch, name, fault, first):
-    monkeypatch.setattr(reduce, name, fault)
+    monkeypatch.setattr(heads, name, fault)
     found = None
     for seed in range(first, first + 10):
         try:
@@ -275,7 +275,7 @@ def test_wrong_wait_is_caught(monkeypatch, phase, form):
     if phase == "dispatch":
         monkeypatch.setattr(receive, "wait_any", wait_any_of_the_call_before)
     else:
-        monkeypatch.setattr(reduce, "wait_all", wait_for_the_call_before)
+        monkeypatch.setattr(arrivals, "wait_all", wait_for_the_call_before)
     assert caught(ONE, first=4 if phase == "dispatch" else 0, drain=0.01, speed=slow_senders) is not None
 
 

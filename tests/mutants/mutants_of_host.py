@@ -104,7 +104,7 @@ CALLS = (
     Mutant("an operator weighs what is left to the experts", "ops/calls.py",
            "(recv.weights, recv.handle.topk_weights) if request.weigh", "(recv.weights, recv.handle.topk_weights) if request",
            "transports/test_weigh.py::test_it_compiles"),
-    Mutant("rows with flags are awaited from ranks that weigh otherwise", "kernels/combine/reduce.py",
+    Mutant("rows with flags are awaited from ranks that weigh otherwise", "kernels/combine/heads.py",
            "        return options == _BY_ROW\n", "        return options != S.OPTIONS\n",
            "transports/test_weigh.py::test_ranks_that_differ_are_named[symmetric-33554432]"),
     Mutant("two communicators may promise the same SMs", "transports/symmetric/rank.py",

@@ -337,7 +337,7 @@ DISPATCH = (
 )
 
 COMBINE = (
-    Mutant("rows of another dispatch are waited for", "kernels/combine/reduce.py",
+    Mutant("rows of another dispatch are waited for", "kernels/combine/heads.py",
            "if (ok > 0) & (lost >= 0):", "if (ok > 0) & (lost >= S.WORLD_SIZE):",
            "transports/test_errors.py::test_rows_of_another_dispatch_are_not_waited_for[flags]"),
     Mutant("between nodes rows of another dispatch count as awaited", "kernels/sync/quiesce.py",
@@ -377,7 +377,7 @@ COMBINE = (
     Mutant("a rank's sum is read from the rank after it", "kernels/combine/reduce.py",
            "tl.cast(rank * S.MAX_TOKENS + token, tl.int64)", "tl.cast((rank + 1) % S.WORLD_SIZE * S.MAX_TOKENS + token, tl.int64)",
            "kernels/test_protocol.py::test_scenario_under_every_schedule[flags-fused_pair-few]"),
-    Mutant("rows of the call before are taken for this one's", "kernels/combine/reduce.py",
+    Mutant("rows of the call before are taken for this one's", "kernels/combine/arrivals.py",
            "wait_all(flags + begin, slots >= 0, ctx.call,", "wait_all(flags + begin, slots >= 0, ctx.call - 1,",
            "kernels/test_protocol.py::test_scenario_under_every_schedule[flags-fused_pair-few]"),
     Mutant("a bias is added twice", "kernels/combine/finish.py",
@@ -386,7 +386,7 @@ COMBINE = (
     Mutant("the shared expert's row is a token's own number", "kernels/combine/finish.py",
            "row = token - numbers.shared_begin", "row = token",
            "kernels/test_kernels_examples.py::test_a_result_is_its_rows_and_what_is_added"),
-    Mutant("a refused combine is not noted", "kernels/combine/reduce.py",
+    Mutant("a refused combine is not noted", "kernels/combine/heads.py",
            "if (peer < S.WORLD_SIZE) | (odd >= 0) | (lost >= 0):", "if peer > S.WORLD_SIZE:",
            "kernels/test_protocol.py::test_slow_senders_around_refused_combines"),
     Mutant("bf16 sums are truncated", "kernels/numeric.py",

@@ -46,7 +46,7 @@ OF_LEVELS = (
     Mutant("home rounds its node's sum", "kernels/nodes/collect.py",
            "        total += row_columns(source, c0, sent, S)\n    return total", "        total += row_columns(source, c0, sent, S)\n        total = tl.where(near, total.to(S.ROW_DTYPE).to(S.SUM_DTYPE), total)\n    return total",
            _BITS),
-    Mutant("a rank that refuses raises no flags for collectors", "kernels/combine/send.py",
+    Mutant("a rank that refuses raises no flags for collectors", "kernels/combine/heads.py",
            "            in_two_levels(raise_flags_at_stop, (ctx, d, c0 + i), S)\n", "",
            _REFUSED),
     Mutant("the collectors of a rank that refuses put no flags", "kernels/nodes/collect.py",

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 
 import moelink
-from moelink.kernels.combine import reduce
+from moelink.kernels.combine import heads, reduce
 from moelink.kernels.combine import send as send_back
 from moelink.kernels.dispatch import counts, receive, send
 from moelink.kernels.dispatch import row_offsets as plan
+from moelink.kernels.nodes import put_messages, put_rows
 from moelink_testing import Deadlock
 from tests.support.cases import Setup
 from tests.support.protocol_runs import (
@@ -171,10 +172,9 @@ def quiesce_no_rows(ok, needed, ctx, S: tl.constexpr):
 
 
 @PLANTED
-@pytest.mark.parametrize("modules", [(counts, send), (send_back,)], ids=["dispatch", "combine"])
-def test_a_put_of_what_is_not_stored_yet_is_caught(monkeypatch, modules):
-    for module in modules:
-        monkeypatch.setattr(module, "fence", no_fence)
+@pytest.mark.parametrize("module", [put_messages, put_rows], ids=["dispatch", "combine"])
+def test_a_put_of_what_is_not_stored_yet_is_caught(monkeypatch, module):
+    monkeypatch.setattr(module, "fence", no_fence)
     # Couriers are fast, and stores stay in their program until a release, of which there are others.
     assert caught(ONE, drain=0.0, speed=lambda name: 0.05 if "kernel" in name else 1.0) is not None
 
@@ -214,7 +214,7 @@ def test_staging_anew_what_is_still_under_way_is_caught(monkeypatch, modules):
 @pytest.mark.parametrize("phase, first", [("dispatch", 14), ("combine", 0)])
 def test_an_answer_before_what_was_refused_has_arrived_is_caught(monkeypatch, phase, first):
     monkeypatch.setattr(receive, "quiesce_dispatch", quiesce_nothing)
-    monkeypatch.setattr(reduce, "quiesce_combine", quiesce_no_rows)
+    monkeypatch.setattr(heads, "quiesce_combine", quiesce_no_rows)
 
     def run_all():
         for seed in range(first, first + 30):

@@ -18,7 +18,10 @@ dispatch/send_cached   the sender role over cached routing; receive_cached: the 
 combine/kernel         both roles in one launch, or in two
 combine/send           the expert role: ``send_tokens_back``
 combine/own_rows       rows of a rank's own tokens that do not travel, with two ranks and many tokens
-combine/reduce         the home role: ``wait_for_all_arrivals``, ``reduce_and_copy_to_output``
+combine/heads          what ranks tell one another of a combine; refusals
+combine/arrivals       the waits of the home role
+combine/reduce         the home role: ``gather_home``, ``reduce_and_copy_to_output``
+combine/single_rows    both roles where rows travel one by one
 combine/finish         what is added to a token's sum, and the store
 combine/phases         the home role in launches of its own: wait, ``copy_shared_expert_outputs``, reduce
 =====================  ==============================================================================================

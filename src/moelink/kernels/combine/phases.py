@@ -17,15 +17,14 @@ the second copies shared rows 0 and 1; CTA i of the third stores out[i] = round(
 import triton
 import triton.language as tl
 
-from moelink.kernels.combine.finish import shared_expert_output
-from moelink.kernels.combine.reduce import (
+from moelink.kernels.combine.arrivals import (
     awaited_slots,
-    parts_of_token,
-    reduce_and_copy_to_output,
     wait_for_all_arrivals,
-    wait_for_heads,
     wait_for_inter_node_rows,
 )
+from moelink.kernels.combine.finish import shared_expert_output
+from moelink.kernels.combine.heads import wait_for_heads
+from moelink.kernels.combine.reduce import parts_of_token, reduce_and_copy_to_output
 from moelink.kernels.launch.sm_limit import run_role
 from moelink.kernels.nodes.internode import between_nodes_or
 from moelink.kernels.records import Piece

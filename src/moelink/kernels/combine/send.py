@@ -27,24 +27,18 @@ Example: topk 3, a message with rows [4, -1, 9] and weights w[4] = .5, w[9] = 2:
 import triton
 import triton.language as tl
 
+from moelink.kernels.combine.heads import is_refused, tell_heads
 from moelink.kernels.combine.row_format import store_columns
-from moelink.kernels.nodes.internode import (
-    between_nodes,
-    direct_or_staged,
-    intra_node_only,
-    is_intra_node,
-    own_word_at,
-    put,
-    staged_at,
-)
-from moelink.kernels.nodes.levels import first_stop, in_one_level, in_two_levels, place_at_stop
+from moelink.kernels.combine.single_rows import send_rows_one_by_one
+from moelink.kernels.nodes.internode import direct_or_staged, intra_node_only
+from moelink.kernels.nodes.levels import first_stop, in_one_level, place_at_stop
+from moelink.kernels.nodes.put_rows import put_kept, put_row
 from moelink.kernels.numeric import only
 from moelink.kernels.records import Message, Share
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
-from moelink.kernels.sync.lamport_slots import follows_refusal, is_small, place_of_sum, store_sum
-from moelink.kernels.sync.quiesce import beside_status
-from moelink.kernels.sync.signals import I64, U8, context_of, count_arrival, fence, own_block, publish
-from moelink.memory.protocol import COMBINE_BYTES, COMBINE_SENT, PHASE_COMBINE, ROW_ABSENT
+from moelink.kernels.sync.lamport_slots import is_small, place_of_sum, store_sum
+from moelink.kernels.sync.signals import I64, context_of, count_arrival, own_block, publish
+from moelink.memory.protocol import COMBINE_BYTES, COMBINE_SENT, PHASE_COMBINE
 from moelink.tracing.device.stamps import (
     FIRST_STORE,
     IDS_READ,
@@ -60,15 +54,7 @@ from moelink.tracing.device.stamps import (
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
 _ROLE = tl.constexpr(COMBINE_SENT)
-_ABSENT = tl.constexpr(ROW_ABSENT)
 _BYTES = tl.constexpr(COMBINE_BYTES)
-
-
-@triton.jit
-def is_refused(control, call, slot_begin):
-    """Return 1 in a later pass over the slots of a combine whose first pass a rank refused. No rank makes such a
-    call."""
-    return ((slot_begin > 0) & follows_refusal(control, call)).to(tl.int32)
 
 
 @triton.jit
@@ -101,54 +87,6 @@ def weighted_sum(y, y_rows, row_weights, home_weights, rows, c, S: tl.constexpr)
 
 
 @triton.jit
-def put_row(ctx, mine, source, place, word, peer, valid, S: tl.constexpr):
-    """Put the row at ``source`` at row ``place`` of ``rows``, then ``call`` in ``word``, if rank ``peer`` is of another
-    node and the row ``valid``."""
-    if (is_intra_node(peer, ctx.me, S) == 0) & valid:
-        fence(ctx.control)
-        to = mine + S.OFFSET_ROWS + tl.cast(place, tl.int64) * S.ROW_BYTES
-        put(ctx.table, to, source, S.ROW_BYTES, word, ctx.call, peer, S)
-
-
-@triton.jit
-def _put_kept(ctx, mine, kept, peer, slot, S: tl.constexpr):
-    """Do as :func:`put_kept` for a valid message and a rank of another node."""
-    q = tl.arange(0, S.TOPK_POW2)
-    at = tl.cast(ctx.me * S.MAX_TOKENS + slot, tl.int64)
-    source = staged_at(mine, peer, ctx.me, S.OFFSET_STAGED_KEPT, S.MAX_TOKENS, slot, S.KEPT_BYTES, S)
-    tl.store(source.to(U8) + q, kept.to(tl.uint8), mask=q < S.TOPK)
-    fence(ctx.control)
-    put(
-        ctx.table,
-        mine + S.OFFSET_INTER_NODE_KEPT + at * S.KEPT_BYTES,
-        source,
-        S.KEPT_BYTES,
-        mine + S.OFFSET_COMBINE_FLAG + at * 8,
-        ctx.call,
-        peer,
-        S,
-    )
-
-
-@triton.jit
-def put_kept(ctx, mine, kept, peer, slot, valid, S: tl.constexpr):
-    """Put which slots' rows of a message come, ``kept`` [slots], then its flag, if rank ``peer`` is of another node and
-    the message ``valid``."""
-    if (is_intra_node(peer, ctx.me, S) == 0) & valid:
-        _put_kept(ctx, mine, kept, peer, slot, S)
-
-
-@triton.jit
-def put_none_kept(ctx, peer, S: tl.constexpr):
-    """Put that no rows come, and all flags, if rank ``peer`` is of another node."""
-    if is_intra_node(peer, ctx.me, S) == 0:
-        mine = own_block(ctx.control, S)
-        none = tl.zeros([S.TOPK_POW2], tl.int32)
-        for slot in range(S.MAX_TOKENS):
-            _put_kept(ctx, mine, none, peer, slot, S)
-
-
-@triton.jit
 def send_columns(to, flip, part, valid, y, y_rows, row_weights, rows, S: tl.constexpr):
     """Store part ``part`` of the sum of a message's rows to the row at ``to``, if ``valid``.
 
@@ -161,20 +99,6 @@ def send_columns(to, flip, part, valid, y, y_rows, row_weights, rows, S: tl.cons
             store_columns(to, c0 + part * S.BLOCK_SIZE, total, valid, S)
         else:
             store_sum(to, c, total, valid, flip, S)
-
-
-@triton.jit
-def copy_columns(to, part, y, row, S: tl.constexpr):
-    """Copy part ``part`` of row ``row``, in the combine format if there is one, to the row at ``to``."""
-    for c0 in tl.static_range(0, S.HIDDEN_SIZE, S.PARTS_PER_ROW * S.BLOCK_SIZE):
-        c = c0 + part * S.BLOCK_SIZE + tl.arange(0, S.BLOCK_SIZE)
-        column = tl.load(
-            y + row.to(tl.int64) * S.HIDDEN_SIZE + c, mask=c < S.HIDDEN_SIZE, other=0.0, eviction_policy=S.EVICTION
-        )
-        if S.ENCODE_FN is not None:
-            store_columns(to, c0 + part * S.BLOCK_SIZE, column.to(S.SUM_DTYPE), row >= 0, S)
-        else:
-            tl.store(to + c, column, mask=c < S.HIDDEN_SIZE)
 
 
 @triton.jit
@@ -208,77 +132,8 @@ def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, sl
         word = mine + S.OFFSET_COMBINE_FLAG + tl.cast(ctx.me * S.MAX_TOKENS + slot, tl.int64) * 8
         in_one_level(put_row, (ctx, mine, address, ctx.me * S.MAX_TOKENS + token, word, peer, valid), S)
     else:
-        q = tl.arange(0, S.TOPK_POW2)
-        here = tl.where(valid, tl.load(rows + q, mask=q < S.TOPK, other=_ABSENT), _ABSENT)
-        kept = (here >= 0) & (here < y_rows)
-        kept_at = (home + S.OFFSET_COMBINE_KEPT).to(U8) + token * S.TOPK
-        tl.store(kept_at + q, kept.to(tl.uint8), mask=intra_node_only(here != _ABSENT, peer, ctx.me, S))
-        comes = kept & (q >= slot_begin) & (q < slot_begin + S.ROWS_PER_TOKEN)
-        between_nodes(put_kept, (ctx, mine, comes, peer, slot, valid), S)
-        moved *= tl.sum(comes.to(tl.int32), 0)
-        for k in range(slot_begin, tl.minimum(slot_begin + S.ROWS_PER_TOKEN, S.TOPK)):
-            row = tl.load(rows + k)
-            if (row >= 0) & (row < y_rows):
-                place = token * S.ROWS_PER_TOKEN + k - slot_begin
-                address = home + S.OFFSET_ROWS + tl.cast(place, tl.int64) * S.ROW_BYTES
-                if S.STAGED_BY_ROW:
-                    address = direct_or_staged(
-                        address, mine, peer, ctx.me, S.OFFSET_STAGED_ROWS, 0, row, S.ROW_BYTES, S
-                    )
-                else:
-                    address = direct_or_staged(
-                        address, mine, peer, ctx.me, S.OFFSET_STAGED_ROWS, S.MAX_TOKENS, slot, S.ROW_BYTES, S
-                    )
-                to = tl.multiple_of(address.to(S.ROW_POINTER), 16)
-                if S.PARTS_PER_ROW == 1:
-                    copy_columns(to, 0, y, row, S)
-                else:
-                    for part in range(share.begin, share.begin + share.count):
-                        copy_columns(to, part, y, row, S)
-                word = mine + S.OFFSET_ROW_FLAG + tl.cast((ctx.me * S.MAX_TOKENS + slot) * S.TOPK + k, tl.int64) * 8
-                between_nodes(put_row, (ctx, mine, address, place, word, peer, True), S)
+        moved *= send_rows_one_by_one(ctx, home, peer, message, share, inputs, y_rows, slot_begin, S)
     return moved
-
-
-@triton.jit
-def put_heads(ctx, S: tl.constexpr):
-    """Put ``combine_status``, stored already, and then its head at the ranks of other nodes."""
-    mine = own_block(ctx.control, S)
-    at = tl.cast(ctx.me, tl.int64) * 8
-    fence(ctx.control)
-    for d in range(S.WORLD_SIZE):
-        if is_intra_node(d, ctx.me, S) == 0:
-            source = staged_at(mine, d, ctx.me, S.OFFSET_STAGED_STATUS, 1, 0, 8, S)
-            to = mine + S.OFFSET_COMBINE_STATUS + at
-            put(ctx.table, to, source, 8, mine + S.OFFSET_COMBINE_HEAD + at, ctx.call, d, S)
-
-
-@triton.jit
-def raise_flags_at_stop(ctx, rank, i, S: tl.constexpr):
-    """Raise flags ``i`` of this rank at ``rank`` of this node, as the collector for ranks of all other nodes."""
-    block = tl.load(ctx.table + rank)
-    near = is_intra_node(rank, ctx.me, S) != 0
-    for node in range(S.NODES):
-        place = place_at_stop(node * S.NODE_SIZE, ctx.me, S)
-        flags = (block + S.OFFSET_COMBINE_FLAG).to(I64) + place * S.MAX_TOKENS + i
-        publish(flags, only(near, i < S.MAX_TOKENS), ctx.call + i * 0)
-
-
-@triton.jit
-def raise_all_flags(ctx, S: tl.constexpr):
-    """Raise all flags of this rank, which refuses the call, so that no rank waits for its rows."""
-    i = tl.arange(0, S.BLOCK_SIZE)
-    for d in range(S.WORLD_SIZE):
-        home = tl.load(ctx.table + d)
-        for c0 in range(0, S.MAX_TOKENS * S.PARTS_PER_ROW, S.BLOCK_SIZE):
-            flags = (home + S.OFFSET_COMBINE_FLAG).to(I64) + ctx.me * S.MAX_TOKENS * S.PARTS_PER_ROW + c0 + i
-            publish(
-                flags,
-                intra_node_only(c0 + i < S.MAX_TOKENS * S.PARTS_PER_ROW, d, ctx.me, S),
-                tl.zeros([S.BLOCK_SIZE], tl.int64) + ctx.call,
-            )
-            in_two_levels(raise_flags_at_stop, (ctx, d, c0 + i), S)
-        in_one_level(put_none_kept, (ctx, d), S)
 
 
 @triton.jit
@@ -366,8 +221,6 @@ def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl
     ctx = context_of(peers, _ROLE, program, numbers, S)
     call = ctx.call
     credits = poll_once(peers.control, _PHASE, call, S)
-    r = tl.arange(0, S.WORLD_SIZE_POW2)
-    mask = r < S.WORLD_SIZE
     failed = tl.load(notes.received + 2 * S.WORLD_SIZE) | is_refused(peers.control, call, numbers.slot_begin)
     if failed == 0:
         if program == 0:
@@ -375,21 +228,7 @@ def send_tokens_back(program, num_programs, peers, inputs, notes, numbers, S: tl
         ok = wait_for_credits(credits, ctx, _PHASE, S)
         if ok > 0:
             if program == 0:
-                base = tl.load(peers.table + r, mask=mask, other=0)
-                word = tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + (numbers.status + 2 * S.OPTIONS)
-                word += beside_status(notes.received, peers.control, numbers.me, call, numbers.status, S)
-                mine = tl.load(peers.table + numbers.me)
-                to = own_word_at(base, mine, r, numbers.me, S.OFFSET_COMBINE_STATUS, S.OFFSET_STAGED_STATUS, 1, 0, S)
-                tl.store(to, word, mask=mask)
-                intra_node = intra_node_only(mask, r, numbers.me, S)
-                publish(
-                    (base + S.OFFSET_COMBINE_HEAD).to(I64) + numbers.me,
-                    intra_node,
-                    tl.zeros([S.WORLD_SIZE_POW2], tl.int64) + call,
-                )
-                between_nodes(put_heads, (ctx,), S)
-                if numbers.status != 0:
-                    raise_all_flags(ctx, S)
+                tell_heads(ctx, notes.received, numbers.status, S)
             # With few tokens all but the first CTA send rows: what the first publishes must arrive before it goes on.
             apart: tl.constexpr = 1 if S.PARTS_PER_ROW > 1 else 0
             others = tl.maximum(num_programs - apart, 1)

@@ -25,8 +25,9 @@ from moelink.kernels.dispatch.route import (
     send_firsts,
     sum_block_counts,
 )
-from moelink.kernels.nodes.internode import between_nodes, is_intra_node, own_word_at, put, staged_at
+from moelink.kernels.nodes.internode import between_nodes, own_word_at
 from moelink.kernels.nodes.levels import in_two_levels, stores_at
+from moelink.kernels.nodes.put_messages import put_counts
 from moelink.kernels.nodes.relay import send_marks
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.credit import wait_for_credits
@@ -56,37 +57,6 @@ def store_expert_counts(ctx, mine, first, num_local, pairs, S: tl.constexpr):
     local = e - first_of(owner, first, S)
     words = counts_at(to, mine, tl.where(known, owner, ctx.me), ctx.me, _HEADER, S) + local
     tl.atomic_xchg(words, ll_word(ctx.call, pairs), mask=known, sem="relaxed", scope="sys")
-
-
-@triton.jit
-def put_counts(ctx, mine, alone, movers, S: tl.constexpr):
-    """Put the counts, and ``firsts`` unless CTAs count ``alone``, at the ranks of other nodes."""
-    fence(ctx.control)
-    at = tl.cast(ctx.me, tl.int64)
-    firsts: tl.constexpr = (S.MAX_SENDERS + 1) * 4
-    for d in range(S.WORLD_SIZE):
-        if is_intra_node(d, ctx.me, S) == 0:
-            if not alone:
-                put(
-                    ctx.table,
-                    mine + S.OFFSET_FIRSTS + at * firsts,
-                    staged_at(mine, d, ctx.me, S.OFFSET_STAGED_FIRSTS, 1, 0, firsts, S),
-                    (movers + 1) * 4,
-                    mine + S.OFFSET_FIRSTS_FLAG + at * 8,
-                    ctx.call,
-                    d,
-                    S,
-                )
-            put(
-                ctx.table,
-                mine + S.OFFSET_COUNTS + at * (S.COUNT_WORDS * 8),
-                staged_at(mine, d, ctx.me, S.OFFSET_STAGED_COUNTS, 1, 0, S.COUNT_WORDS * 8, S),
-                S.COUNT_WORDS * 8,
-                mine + S.OFFSET_COUNTS_FLAG + at * 8,
-                ctx.call,
-                d,
-                S,
-            )
 
 
 @triton.jit

@@ -75,18 +75,13 @@ from moelink.kernels.dispatch.route import (
     sum_block_counts,
     sums_before,
 )
-from moelink.kernels.nodes.internode import (
-    direct_or_staged,
-    intra_node_only,
-    is_intra_node,
-    put,
-    staged_at,
-)
+from moelink.kernels.nodes.internode import direct_or_staged, intra_node_only
 from moelink.kernels.nodes.levels import column_of, in_one_level, in_two_levels
+from moelink.kernels.nodes.put_messages import put_messages
 from moelink.kernels.nodes.relay import put_relays, store_relay_headers, with_relays
 from moelink.kernels.records import Batch, Run
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
-from moelink.kernels.sync.signals import I32, I64, context_of, count_arrival, fence, own_block, publish
+from moelink.kernels.sync.signals import I32, I64, context_of, count_arrival, own_block, publish
 from moelink.memory.protocol import DISPATCH_SENT, PHASE_DISPATCH
 from moelink.tracing.device.stamps import (
     COUNTED,
@@ -153,31 +148,6 @@ def store_headers(batch, places, w, first, S: tl.constexpr):
     if S.HAS_WEIGHTS:
         to = (places + S.MESSAGE_WEIGHTS).to(S.WEIGHT_POINTER)
         tl.store(to[:, :, None] + k[None, None, :], tl.broadcast_to(w[:, None, :], shape), mask=named)
-
-
-@triton.jit
-def put_messages(ctx, mine, own, slot, S: tl.constexpr):
-    """Put the messages of N tokens at the ranks of other nodes, where ``own`` [N, ranks], in ``slot`` [N, ranks]."""
-    fence(ctx.control)
-    t = tl.arange(0, slot.shape[0])[:, None]
-    r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
-    for i in range(slot.shape[0] * S.WORLD_SIZE):
-        d = i % S.WORLD_SIZE
-        one = (t == i // S.WORLD_SIZE) & (r == d)
-        goes = tl.max(tl.max((one & own).to(tl.int32), 1), 0)
-        if (goes > 0) & (is_intra_node(d, ctx.me, S) == 0):
-            place = tl.max(tl.max(tl.where(one, slot, 0), 1), 0)
-            there = tl.cast(ctx.me * S.MAX_TOKENS + place, tl.int64)
-            put(
-                ctx.table,
-                mine + S.OFFSET_MESSAGES + there * S.MESSAGE_BYTES,
-                staged_at(mine, d, ctx.me, S.OFFSET_STAGED_MESSAGES, S.MAX_TOKENS, place, S.MESSAGE_BYTES, S),
-                S.MESSAGE_BYTES,
-                mine + S.OFFSET_MESSAGE_FLAG + there * 8,
-                ctx.call,
-                d,
-                S,
-            )
 
 
 @triton.jit

@@ -32,12 +32,13 @@ tokens 0 and 2, and token 1.
 import triton
 import triton.language as tl
 
-from moelink.kernels.dispatch.counts import counts_at, put_counts, store_expert_counts
+from moelink.kernels.dispatch.counts import counts_at, store_expert_counts
 from moelink.kernels.dispatch.pieces import load_piece
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.dispatch.send import send_batch
 from moelink.kernels.nodes.internode import between_nodes
 from moelink.kernels.nodes.levels import column_of, in_two_levels, stores_at
+from moelink.kernels.nodes.put_messages import put_counts
 from moelink.kernels.nodes.relay import send_noted_marks
 from moelink.kernels.records import Batch, Run
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
