@@ -444,8 +444,8 @@ def test_a_call_is_counted_by_all_its_programs():
 def _finish(y, out, shared, bias, S: tl.constexpr):
     c = tl.arange(0, 2)
     numbers = CombineNumbers(0, 0, 0, 4, 1, 3, 4, 0, 1, 0, 0, 0, 1)
-    total = c * 0 + 1.5 + finish.shared_expert_output(y, numbers, 3, c, S).to(S.SUM_DTYPE)
-    finish.finish(total, CombineOutputs(out, (bias,)), CombineInputs(y, y, y, y, shared, bias), 3, c, S)
+    inputs = CombineInputs(y, y, y, y, shared, bias)
+    finish.finish(c * 0 + 1.5, CombineOutputs(out, (bias,)), inputs, 3, c, numbers, S)
 
 
 def test_a_result_is_its_rows_and_what_is_added():
@@ -455,6 +455,7 @@ def test_a_result_is_its_rows_and_what_is_added():
         SUM_DTYPE=tl.float32,
         OUT_DTYPE=tl.float32,
         NATIVE_CASTS=False,
+        FUSED_SHARED_EXPERT=1,
         HAS_SHARED=True,
         EPILOGUE="bias",
         HOOK=None,

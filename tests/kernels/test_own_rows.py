@@ -17,7 +17,7 @@ from triton.runtime.errors import InterpreterError
 import moelink
 import moelink.memory.workspace as workspaces
 from moelink.kernels.combine import reduce
-from moelink.kernels.combine.own_rows import find_own_rows
+from moelink.kernels.combine.arrivals import find_own_rows
 from moelink.kernels.launch import grid
 from moelink.kernels.launch.constants import combine_spec
 from moelink.kernels.launch.own_rows import own_rows_stay, with_own_rows
@@ -322,26 +322,22 @@ def test_a_launch_that_awaits_own_rows_without_slots_is_refused() -> None:
 
 @triton.jit
 def _find(notes, slots, out, S: tl.constexpr):
-    r = tl.arange(0, 2)
-    tl.store(out, find_own_rows(notes, tl.load(slots + r), 1, True, S))
-    tl.store(out + 1, find_own_rows(notes, tl.load(slots + r), 1, False, S))
+    rows, there = find_own_rows(notes, tl.load(slots + tl.arange(0, 2)), 1, S)
+    tl.store(out, tl.load(rows))
+    tl.store(out + 1, there.to(tl.int32))
 
 
-@pytest.mark.quick("each form has another name")
-@pytest.mark.parametrize("slots_per_message, name", [(3, 5), (1, 9)])
-def test_what_names_own_rows(slots_per_message: int, name: int) -> None:
-    """The example of ``own_rows``: message (1, 0) has row 9."""
-    rows = torch.full((2 * 5 * slots_per_message,), -1, dtype=torch.int32)
-    rows[5] = 9
+@pytest.mark.quick("each form has another place")
+@pytest.mark.parametrize("slots_per_message", [3, 1])
+def test_own_rows_are_those_of_their_message(slots_per_message: int) -> None:
+    """The example of ``own_rows``: of three slots those of message (1, 0) begin at word 15."""
+    rows = torch.arange(2 * 5 * slots_per_message, dtype=torch.int32)
     notes, out = RoutingNotes(rows, None, None, None, None), torch.zeros(2, dtype=torch.int32)
-    spec = SimpleNamespace(
-        WORLD_SIZE=2, WORLD_SIZE_POW2=2, MAX_TOKENS=5, SLOTS_PER_MESSAGE=slots_per_message, SENDS_SUMS=True,
-        ENCODE_FN=None,
-    )  # fmt: skip
+    spec = SimpleNamespace(WORLD_SIZE_POW2=2, MAX_TOKENS=5, SLOTS_PER_MESSAGE=slots_per_message)
     _find[(1,)](notes, torch.tensor([3, 0], dtype=torch.int32), out, S=spec)
-    assert out.tolist() == [name, -1]
+    assert out.tolist() == [5 * slots_per_message, 1]
     _find[(1,)](notes, torch.tensor([3, -1], dtype=torch.int32), out, S=spec)
-    assert out.tolist() == [-1, -1]
+    assert out.tolist()[1] == 0
 
 
 @without_flags

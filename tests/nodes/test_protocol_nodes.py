@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import moelink
-from moelink.kernels.combine import heads, reduce
+from moelink.kernels.combine import arrivals, heads
 from moelink.kernels.combine import send as send_back
 from moelink.kernels.dispatch import counts, receive, send
 from moelink.kernels.dispatch import row_offsets as plan
@@ -195,7 +195,7 @@ def test_firsts_that_are_taken_to_arrive_before_counts_are_caught(monkeypatch):
 
 @PLANTED
 def test_rows_that_are_taken_to_arrive_before_their_flag_are_caught(monkeypatch):
-    monkeypatch.setattr(reduce, "wait_for_inter_node_rows", no_rows_to_wait_for)
+    monkeypatch.setattr(arrivals, "wait_for_inter_node_rows", no_rows_to_wait_for)
     assert caught(SCENARIOS["every_row"]["cases"]) is not None
 
 

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.route import experts_at, owner_of
-from moelink.kernels.nodes.internode import intra_node_only
+from moelink.kernels.nodes.internode import between_nodes_or, intra_node_only
+from moelink.kernels.nodes.level_rows import wait_for_levels
 from moelink.kernels.sync.signals import I64, U8, own_block, report_failure, wait_all
 from moelink.memory.protocol import PHASE_COMBINE
 from moelink.tracing.device.stamps import ARRIVED, LAST_MESSAGE, MESSAGE_SEEN, arrivals, stamp_awaited
@@ -86,3 +87,27 @@ def wait_for_inter_node_rows(ctx, ids, slots, token, numbers, S: tl.constexpr):
     peer = tl.max(tl.where(k == index, owner, -1), 0)
     report_failure(ok, ctx, peer, _PHASE, ctx.call, got, S)
     return ok
+
+
+@triton.jit
+def wait_for_rows(ctx, inputs, slots, token, piece, numbers, S: tl.constexpr):
+    """Wait for all rows of a token that ``piece`` needs: of ``slots`` [ranks], and of other nodes. In allreduce mode
+    none are awaited. Returns OK, TIMED_OUT or POISONED."""
+    ok = tl.full([], 1, tl.int32)
+    if S.TWO_LEVEL:
+        ok = wait_for_levels(ctx, slots, token, S)
+    elif not S.ALLREDUCE:
+        ok = wait_for_all_arrivals(ctx, slots, piece.part, piece.parts, S)
+    if not S.SENDS_SUMS:
+        if ok > 0:
+            ok = between_nodes_or(ok, wait_for_inter_node_rows, (ctx, inputs.topk_ids, slots, token, numbers), S)
+    return ok
+
+
+@triton.jit
+def find_own_rows(notes, slots, me, S: tl.constexpr):
+    """Return where the numbers of a token's own rows are, S.SLOTS_PER_MESSAGE words, and whether it has any. ``slots``
+    [ranks]: its message slots."""
+    slot = tl.max(tl.where(tl.arange(0, S.WORLD_SIZE_POW2) == me, slots, -1), 0)
+    message = me * S.MAX_TOKENS + tl.maximum(slot, 0)
+    return notes.rows_of_message + message.to(tl.int64) * S.SLOTS_PER_MESSAGE, slot >= 0

@@ -22,9 +22,11 @@ def shared_expert_output(y, numbers, token, c, S: tl.constexpr):
 
 
 @triton.jit
-def finish(total, outputs, inputs, token, c, S: tl.constexpr):
-    """Add ``shared=`` and the epilogue's tensor, and store row ``token``, or call the epilogue's hook, which stores
-    it."""
+def finish(total, outputs, inputs, token, c, numbers, S: tl.constexpr):
+    """Add the fused shared expert's row, ``shared=`` and the epilogue's tensor, and store row ``token``, or call the
+    epilogue's hook, which stores it."""
+    if S.FUSED_SHARED_EXPERT:
+        total += shared_expert_output(inputs.y, numbers, token, c, S).to(S.SUM_DTYPE)
     at = tl.cast(token, tl.int64) * S.HIDDEN_SIZE + c
     if S.HAS_SHARED:
         total += tl.load(inputs.shared + at, mask=c < S.HIDDEN_SIZE, other=0.0).to(S.SUM_DTYPE)

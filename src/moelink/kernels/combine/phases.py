@@ -17,16 +17,11 @@ the second copies shared rows 0 and 1; CTA i of the third stores out[i] = round(
 import triton
 import triton.language as tl
 
-from moelink.kernels.combine.arrivals import (
-    awaited_slots,
-    wait_for_all_arrivals,
-    wait_for_inter_node_rows,
-)
+from moelink.kernels.combine.arrivals import awaited_slots, wait_for_rows
 from moelink.kernels.combine.finish import shared_expert_output
 from moelink.kernels.combine.heads import wait_for_heads
 from moelink.kernels.combine.reduce import parts_of_token, reduce_and_copy_to_output
 from moelink.kernels.launch.sm_limit import run_role
-from moelink.kernels.nodes.internode import between_nodes_or
 from moelink.kernels.records import Piece
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.quiesce import wait_for_choices
@@ -49,12 +44,7 @@ def wait_for_tokens(program, num_programs, peers, inputs, notes, numbers, S: tl.
     for token in range(program, numbers.num_tokens, num_programs):
         if ok > 0:
             slots = awaited_slots(notes, token, brought, choices, S)
-            ok = wait_for_all_arrivals(ctx, slots, 0, 1, S)
-            if not S.SENDS_SUMS:
-                if ok > 0:
-                    ok = between_nodes_or(
-                        ok, wait_for_inter_node_rows, (ctx, inputs.topk_ids, slots, token, numbers), S
-                    )
+            ok = wait_for_rows(ctx, inputs, slots, token, Piece(0, 1, False), numbers, S)
 
 
 @triton.jit

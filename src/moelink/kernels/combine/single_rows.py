@@ -11,7 +11,7 @@ Example: topk 3, a message with rows [4, -1, 9]: rows 4 and 9 are copied to slot
 import triton
 import triton.language as tl
 
-from moelink.kernels.combine.arrivals import inter_node_slots
+from moelink.kernels.combine.arrivals import find_own_rows, inter_node_slots
 from moelink.kernels.combine.row_format import load_columns, store_columns
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.nodes.internode import between_nodes, between_nodes_or, direct_or_staged, intra_node_only
@@ -82,8 +82,18 @@ def kept_of_all(here, mine, ids, slots, token, me, numbers, S: tl.constexpr):
 
 
 @triton.jit
-def rows_here(ctx, mine, inputs, slots, token, numbers, S: tl.constexpr):
-    """Return which of a token's rows have come [slots]; in allreduce mode, which may be among this rank's."""
+def rows_here(ctx, inputs, slots, token, numbers, S: tl.constexpr):
+    """Return which of a token's rows have come [slots], if rows travel one by one; in allreduce mode, which may be
+    among this rank's."""
+    if S.SENDS_SUMS:
+        return 0
+    else:
+        return _rows_here(ctx, inputs, slots, token, numbers, S)
+
+
+@triton.jit
+def _rows_here(ctx, inputs, slots, token, numbers, S: tl.constexpr):
+    mine = own_block(ctx.control, S)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     k = tl.arange(0, S.TOPK_POW2)
     expert = experts_at(inputs.topk_ids, token * S.TOPK + k, k < S.TOPK, S)
@@ -113,9 +123,12 @@ def one_row(mine, inputs, rows, kept, token, j, c0, numbers, S: tl.constexpr):
 
 
 @triton.jit
-def sum_or_store_rows(total, mine, inputs, rows, here, outputs, token, c0, numbers, S: tl.constexpr):
-    """Return ``total`` with a token's rows ``here`` [slots] times its router weights, in slot order; or if this combine
+def sum_or_store_rows(ctx, inputs, notes, slots, here, outputs, token, c0, numbers, S: tl.constexpr):
+    """Return the sum of a token's rows ``here`` [slots] times its router weights, in slot order; or if this combine
     does not reduce, store each of them."""
+    mine = own_block(ctx.control, S)
+    rows, _ = find_own_rows(notes, slots, ctx.me, S)
+    total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
     k = tl.arange(0, S.TOPK_POW2)
     c = c0 + tl.arange(0, S.BLOCK_SIZE)
     for j in range(numbers.slot_begin, tl.minimum(numbers.slot_begin + S.ROWS_PER_TOKEN, S.TOPK)):

@@ -329,7 +329,7 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
                 if (ok > 0) & (source < S.WORLD_SIZE):
                     ok, again, before, own = steps.wait(ctx, cached, source, numbers, S)
                     count, programs, most = steps.columns(ctx.control, cached, source, S)
-    ok = after_relaying(ok, program, ctx, _FORWARDED, _PHASE, S)
+    ok = after_relaying(ok, program == 0, ctx, _FORWARDED, _PHASE, S)
     if ok > 0:
         count_read(ctx, _PHASE, program, num_programs, S, "relaxed")
         stamp(ctx, TOLD, S)

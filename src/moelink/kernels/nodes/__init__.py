@@ -6,7 +6,7 @@ levels             the two-level form: which rank of a node a copy crosses to, t
 put_messages       dispatch: puts of messages and counts; put_rows: combine's puts of rows and heads
 relay              dispatch: the sender role stores one copy of a token for each other node
 forward            dispatch: the forwarder of that node sends it on to its ranks
-collect            combine: a node's rows are summed before they cross
+collect            combine: a node's rows are summed before they cross; level_rows: home waits for them
 relay_constants    launch constants of the relays' regions
 =================  =====================================================================================================
 """

@@ -168,13 +168,14 @@ def _wait_for_relays(ctx, role, phase, S: tl.constexpr):
 
 
 @triton.jit
-def after_relaying(ok, program, ctx, role, phase, S: tl.constexpr):
-    """Wait, with two levels and as CTA 0, until this rank's forwarders or collectors, ``role``, have ended this call.
+def after_relaying(ok, needed, ctx, role, phase, S: tl.constexpr):
+    """Wait, with two levels and if ``needed``, until this rank's forwarders or collectors, ``role``, have ended this
+    call.
 
     They have lower numbers in this launch, or were in an earlier one. Returns OK, TIMED_OUT or POISONED; else
     ``ok``.
     """
     if S.TWO_LEVEL:
-        if (ok > 0) & (program == 0):
+        if (ok > 0) & needed:
             ok = _wait_for_relays(ctx, role, phase, S)
     return ok
