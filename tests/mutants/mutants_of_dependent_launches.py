@@ -31,7 +31,7 @@ OF_DEPENDENT_LAUNCHES = (
            "(i + step >= items) & (not S.TWO_LEVEL)", "(step > 0) & (not S.TWO_LEVEL)",
            _SCHEDULES),
     Mutant("home lets go before the last columns have come", "kernels/combine/reduce.py",
-           "if piece.is_last & (c0 + step >= S.HIDDEN_SIZE):", "if piece.is_last:",
+           "is_last = piece.is_last & (c0 + step >= S.HIDDEN_SIZE)", "is_last = piece.is_last",
            _SCHEDULES),
     Mutant("a kernel that does not wait is launched early", "kernels/launch/direct.py",
            '_WAITS in loaded.asm["ptx"] and driver', "driver",

@@ -18,6 +18,18 @@ def next_power_of_2(n):
     return 1 << (n - 1).bit_length()
 
 
+@triton.constexpr_function
+def lesser(a, b):
+    """Return the lesser of two constants."""
+    return min(a, b)
+
+
+@triton.constexpr_function
+def greater(a, b):
+    """Return the greater of two constants."""
+    return max(a, b)
+
+
 @triton.jit
 def round_bf16(x, NATIVE: tl.constexpr):
     """Round fp32 to bf16, nearest even. 1 + 2**-8 (a tie) -> 1.0, 1 + 3 * 2**-8 (a tie) -> 1 + 2**-6."""

@@ -119,7 +119,8 @@ def sum_rows_without_flags(ctx, inputs, slots, notes, outputs, numbers, token, p
             c = c0 + tl.arange(0, S.BLOCK_SIZE)
             own = sum_own_rows(inputs, notes, slots, ctx.me, token, c, numbers, S)
             ok, peer, total = sum_rows(mine, ctx.me, awaited, token, c0, ctx.limit, came, S)
-            if piece.is_last & (c0 + step >= S.HIDDEN_SIZE):
+            is_last = piece.is_last & (c0 + step >= S.HIDDEN_SIZE)
+            if is_last:
                 allow_next_launch(S)
             total = with_own_row(total, own, S)
             stamp_awaited(ctx, MESSAGE_SEEN, LAST_MESSAGE, awaited, S)

@@ -66,7 +66,8 @@ def count_every_token(ctx, ids, numbers, S: tl.constexpr):
     A call that failed before this notes none.
     """
     tokens = numbers.num_tokens
-    if tokens <= S.COUNT_BLOCK:
+    few = tokens <= S.COUNT_BLOCK
+    if few:
         pairs, messages, invalid = count_tokens(ids, 0, tokens, ctx.me, numbers, S.COUNT_BLOCK, True, S)
     else:
         pairs, messages, invalid = count_tokens(ids, 0, tokens, ctx.me, numbers, S.COUNT_BLOCK_ALL, True, S)

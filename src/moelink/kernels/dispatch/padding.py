@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.unpack import row_of_slot, scale_places
+from moelink.kernels.numeric import greater
 from moelink.kernels.scale_tiles import row_of_word
 from moelink.kernels.sync.signals import I32
 
@@ -151,7 +152,7 @@ def fill_ids_of_no_rows(topk_ids, messages, numbers, program, num_programs, S: t
     group.
     """
     if S.IN_PLACE:
-        block: tl.constexpr = 1024 // S.TOPK_POW2 if S.TOPK_POW2 < 1024 else 1
+        block: tl.constexpr = greater(1024 // S.TOPK_POW2, 1)
         r = tl.arange(0, S.WORLD_SIZE_POW2)
         k = tl.arange(0, S.TOPK_POW2)[None, :]
         end = row_of_slot(S.WORLD_SIZE, 0, numbers, S)
@@ -172,7 +173,7 @@ def fill_unused_ids(topk_ids, total, capacity, program, num_programs, S: tl.cons
 
     Example: S.TOPK 3, 2 rows of 4, CTA 0 of 1: ids 6 to 11 become -1.
     """
-    block: tl.constexpr = 1024 // S.TOPK_POW2 if S.TOPK_POW2 < 1024 else 1
+    block: tl.constexpr = greater(1024 // S.TOPK_POW2, 1)
     row = tl.arange(0, block)[:, None]
     k = tl.arange(0, S.TOPK_POW2)[None, :]
     for first in range(total + program * block, capacity, num_programs * block):

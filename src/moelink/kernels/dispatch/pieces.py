@@ -64,7 +64,8 @@ def columns_of(row, S: tl.constexpr):
         columns = tl.reshape(tl.join(even, odd), (S.GROUPS_PER_PIECE, S.GROUP_SIZE))
     else:
         columns = row.to(tl.float32)
-    if S.HIDDEN_SIZE % S.GROUP_SIZE:
+    rest: tl.constexpr = S.HIDDEN_SIZE % S.GROUP_SIZE
+    if rest > 0:
         columns = tl.where((tl.arange(0, S.GROUP_SIZE) < S.HIDDEN_SIZE)[None, :], columns, 0.0)
     return columns
 
@@ -140,7 +141,8 @@ def store_piece(row, piece, places, me, input_scale, S: tl.constexpr):
         g = piece * S.GROUPS_PER_PIECE + tl.arange(0, S.GROUPS_PER_PIECE)
         b = piece * (S.GROUPS_PER_PIECE * S.GROUP_BYTES) + tl.arange(0, S.GROUPS_PER_PIECE * S.GROUP_BYTES)
         row_bytes: tl.constexpr = S.HIDDEN_SIZE * S.GROUP_BYTES // S.GROUP_SIZE
-        if S.GROUP_SCALES > S.NUM_SCALE_GROUPS:
+        unused: tl.constexpr = S.GROUP_SCALES - S.NUM_SCALE_GROUPS
+        if unused > 0:
             scale = tl.where(g < S.NUM_SCALE_GROUPS, scale, 0).to(scale.dtype)
         for i in tl.static_range(S.WORLD_SIZE):
             place = place_at(places, nth_rank(i, me, S))

@@ -23,7 +23,7 @@ from moelink.kernels.dispatch.row_offsets import (
 )
 from moelink.kernels.dispatch.row_table import renew_table
 from moelink.kernels.dispatch.unpack import place_is_known, row_of_slot
-from moelink.kernels.numeric import only
+from moelink.kernels.numeric import lesser, only
 from moelink.kernels.records import CachedRouting, Destination, Placed, ReceiverSteps, RowSource
 from moelink.kernels.sync.ll_words import value_at, wait_ll_words
 from moelink.kernels.sync.signals import (
@@ -56,7 +56,7 @@ _ABSENT = tl.constexpr(ROW_ABSENT)
 @triton.jit
 def _sum_noted(cached, numbers, S: tl.constexpr):
     """Sum the rows of all sources in the earlier call, for each local expert [S.POLL_WIDTH]."""
-    step: tl.constexpr = S.WORLD_SIZE_POW2 if S.WORLD_SIZE_POW2 < 8 else 8
+    step: tl.constexpr = lesser(S.WORLD_SIZE_POW2, 8)
     e = tl.arange(0, S.POLL_WIDTH)
     sizes = tl.zeros([S.POLL_WIDTH], tl.int32)
     for s0 in range(0, S.WORLD_SIZE, step):

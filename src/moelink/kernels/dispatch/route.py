@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.nodes.internode import direct_or_staged
+from moelink.kernels.numeric import greater
 from moelink.kernels.sync.ll_words import wait_ll_words_above
 from moelink.kernels.sync.signals import (
     I32,
@@ -50,7 +51,7 @@ def owner_of(expert, first, num_local, S: tl.constexpr):
     else:
         boundary = S.EXTRA_EXPERTS * (S.EXPERTS_PER_RANK + 1)
         low = expert // (S.EXPERTS_PER_RANK + 1)
-        high = S.EXTRA_EXPERTS + (expert - boundary) // (S.EXPERTS_PER_RANK if S.EXPERTS_PER_RANK > 0 else 1)
+        high = S.EXTRA_EXPERTS + (expert - boundary) // greater(S.EXPERTS_PER_RANK, 1)
         rank = tl.where(expert < boundary, low, high)
         return tl.where(expert >= 0, rank, -1)
 

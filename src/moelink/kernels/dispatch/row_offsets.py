@@ -22,7 +22,7 @@ Example: 3 messages from rank 0 and 1 from rank 1, capacity 2: row_offsets [0, 2
 import triton
 import triton.language as tl
 
-from moelink.kernels.numeric import only
+from moelink.kernels.numeric import lesser, only
 from moelink.kernels.sync.ll_words import value_at, wait_ll_words
 from moelink.kernels.sync.quiesce import first_failure, wait_for_inter_node
 from moelink.kernels.sync.signals import (
@@ -31,6 +31,7 @@ from moelink.kernels.sync.signals import (
     UNFINISHED,
     check_timeout,
     clock,
+    looks_of,
     note_malformed,
     own_block,
     report_failure,
@@ -51,8 +52,8 @@ def _look_at_counts(ctx, source, awaited, num_local, S: tl.constexpr):
     elements reads a word of the headers, and the count of one local expert from each source, several of them in flight
     at a time.
     """
-    looks: tl.constexpr = 16 if S.CLOCK == "ptx" else 1
-    step: tl.constexpr = S.WORLD_SIZE_POW2 if S.WORLD_SIZE_POW2 < 8 else 8
+    looks: tl.constexpr = looks_of(S.CLOCK)
+    step: tl.constexpr = lesser(S.WORLD_SIZE_POW2, 8)
     counts = (own_block(ctx.control, S) + S.OFFSET_COUNTS).to(I64)
     poison = (own_block(ctx.control, S) + S.OFFSET_POISON).to(I64)
     i = tl.arange(0, S.POLL_WIDTH)

@@ -179,6 +179,7 @@ def send_batch(ctx, inputs, batch, row, run, base, numbers, STRIDED: tl.constexp
     ``row`` is the first piece of the first token's row. Each piece is loaded before the one before it is stored, so the
     function returns the first piece of the CTA's next token. ``run``: which tokens the CTA has.
     """
+    pieces: tl.constexpr = S.PIECES_PER_ROW
     mine = own_block(ctx.control, S)
     places = message_addresses(base, batch.own, batch.slot, batch.token, ctx.me, mine, S)
     w = load_weights(inputs.topk_weights, batch.token, numbers.num_tokens, S)
@@ -189,9 +190,9 @@ def send_batch(ctx, inputs, batch, row, run, base, numbers, STRIDED: tl.constexp
     for t in range(run.begin, run.end):
         to = tl.sum(tl.where((batch.token == t)[:, None], places, 0), 0)
         scales = ready_scales(inputs.scales, t, S)
-        for piece in tl.static_range(S.PIECES_PER_ROW):
-            token = next_token(t, run.end, run.behind, STRIDED) if piece + 1 == S.PIECES_PER_ROW else t
-            following = load_piece(inputs.x, token, (piece + 1) % S.PIECES_PER_ROW, run.last, S)
+        for piece in tl.static_range(pieces):
+            token = next_token(t, run.end, run.behind, STRIDED) if piece + 1 == pieces else t
+            following = load_piece(inputs.x, token, (piece + 1) % pieces, run.last, S)
             store_piece(row, piece, to, ctx.me, inputs.input_scale, S)
             row = following
         store_ready_scales(scales, to, ctx.me, S)
@@ -215,7 +216,8 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
     token = t + tl.arange(0, 1)
     row = load_piece(inputs.x, t, 0, numbers.num_tokens, S)
     following = row
-    if S.PIECES_PER_ROW > 1:
+    pieces: tl.constexpr = S.PIECES_PER_ROW
+    if pieces > 1:
         following = load_piece(inputs.x, t, 1, numbers.num_tokens, S)
     scales = ready_scales(inputs.scales, t, S)
     w = load_weights(inputs.topk_weights, token, numbers.num_tokens, S)
@@ -242,9 +244,9 @@ def send_one(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
         in_two_levels(store_relay_headers, (ctx, mine, batch), S)
         stamp_first(ctx, FIRST_STORE, S)
         to = tl.sum(places, 0)
-        for piece in tl.static_range(S.PIECES_PER_ROW):
+        for piece in tl.static_range(pieces):
             behind = following
-            if piece + 2 < S.PIECES_PER_ROW:
+            if piece + 2 < pieces:
                 behind = load_piece(inputs.x, t, piece + 2, numbers.num_tokens, S)
             store_piece(row, piece, to, ctx.me, inputs.input_scale, S)
             row = following
@@ -302,7 +304,8 @@ def send_run(ctx, inputs, slot_of, numbers, program, credits, S: tl.constexpr):
             run = Run(t0, tl.minimum(t0 + S.TOKENS_PER_BATCH, end), end, end)
             batch = Batch(token, expert, owner, position, own, slot)
             row = send_batch(ctx, inputs, batch, row, run, base, numbers, False, S)
-            if t0 + S.TOKENS_PER_BATCH < end:
+            more = t0 + S.TOKENS_PER_BATCH < end
+            if more:
                 sent += tl.sum(goes, 0)
                 if S.SENDERS_COUNT_PAIRS:
                     pairs += count_pairs(expert, owner, S.TOKENS_PER_BATCH * S.TOPK_POW2, S)

@@ -137,13 +137,14 @@ def send_cached(program, num_programs, peers, inputs, notes, cached, numbers, S:
         lane = (program - 1) // numbers.split
         lanes = (num_programs - 1) // numbers.split
         part = (program - 1) % numbers.split
+        batches = (numbers.tokens_per_program > 1) & (S.TOKENS_PER_BATCH > 1)
         if program == 0:
             grant_credits(peers.table, peers.control, numbers.me, S)
             ok = send_heads(ctx, notes.sent, numbers, credits, S)
             if ok > 0:
                 arguments = (ctx, own_block(peers.control, S), notes.slot_of, numbers.num_tokens)
                 in_two_levels(send_noted_marks, arguments, S)
-        elif (numbers.tokens_per_program > 1) & (S.TOKENS_PER_BATCH > 1):
+        elif batches:
             ok = _send_batches(ctx, inputs, notes.slot_of, numbers, lane, lanes, part, credits, S.TOKENS_PER_BATCH, S)
         else:
             ok = _send_batches(ctx, inputs, notes.slot_of, numbers, lane, lanes, part, credits, 1, S)

@@ -328,10 +328,11 @@ def store_group(ctx, at, number, words, scales, placed, outputs, numbers, S: tl.
     if S.SCALES_LATER:
         note_messages(outputs.scales, placed.row, at, S)
     blocks: tl.constexpr = (S.ROW_WORDS + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
-    for j in tl.static_range(S.MESSAGES_PER_STEP * blocks):
+    steps: tl.constexpr = S.MESSAGES_PER_STEP * blocks
+    for j in tl.static_range(steps):
         following = words
         following_scales = scales
-        if j + 1 < S.MESSAGES_PER_STEP * blocks:
+        if j + 1 < steps:
             behind = _element(number, (j + 1) // blocks)
             following = _load_words(mine, behind, (j + 1) % blocks, S)
             if stores_scales and (j + 1) % blocks == 0:

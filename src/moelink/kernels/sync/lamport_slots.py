@@ -41,9 +41,9 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.numeric import only, round_to
-from moelink.kernels.sync.signals import I32, I64, OK, UNFINISHED, block_uniform, check_timeout, clock
+from moelink.kernels.sync.signals import I32, I64, OK, UNFINISHED, block_uniform, check_timeout, clock, looks_of
 from moelink.memory.protocol import COMBINE_WITH_FLAGS
-from moelink.tracing.device.stamps import note_whole
+from moelink.tracing.device.stamps import note_late, note_whole
 
 _WITH_FLAGS = tl.constexpr(COMBINE_WITH_FLAGS)
 
@@ -208,7 +208,7 @@ def sum_rows(mine, me, slots, token, first, limit, arrivals, S: tl.constexpr):
     has come (``tracing.device.stamps``).
     """
     tl.static_assert(S.LAMPORT_RANKS == S.WORLD_SIZE - S.OWN_ROWS_STAY)  # each row that comes has a slot of its own
-    looks: tl.constexpr = 16 if S.CLOCK == "ptx" else 1
+    looks: tl.constexpr = looks_of(S.CLOCK)
     poison = (mine + S.OFFSET_POISON).to(I64)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     n = word_numbers(first, S)
@@ -227,8 +227,7 @@ def sum_rows(mine, me, slots, token, first, limit, arrivals, S: tl.constexpr):
             sent = only(tl.max(tl.where(r == rank, slots, -1), 0) >= 0, inside)
             words = tl.load(words_at(mine, rank, token, S) + n, mask=sent, other=-1, volatile=True)
             missing = tl.where(is_missing(words, S), rank + 1, missing)
-            if S.TRACE:
-                late = late | tl.where(is_missing(words, S), tl.full([], 1, tl.int64) << rank, 0)
+            late = note_late(late, is_missing(words, S), rank, S)
             total += columns_of(words, S)
         note_whole(arrivals, slots >= 0, late, S)
         state = tl.where(block_uniform(1 - tl.minimum(tl.max(missing, 0), 1)) > 0, OK, UNFINISHED)

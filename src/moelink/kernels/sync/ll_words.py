@@ -14,7 +14,7 @@ Example: value 5 of call 3 is 3 * 2**32 + 5.
 import triton
 import triton.language as tl
 
-from moelink.kernels.sync.signals import OK, UNFINISHED, block_uniform, check_timeout, clock
+from moelink.kernels.sync.signals import OK, UNFINISHED, block_uniform, check_timeout, clock, looks_of
 from moelink.tracing.device.stamps import note_reached
 
 
@@ -47,7 +47,7 @@ def wait_ll_words_above(
 
     Returns (arrived, words, missing): arrived as in ``signals.wait_all``; words and missing [R, N] of the last look.
     """
-    looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
+    looks: tl.constexpr = looks_of(CLOCK)
     start = clock(CLOCK)
     look = tl.full([], 0, tl.int32)
     state = look + UNFINISHED

@@ -83,6 +83,13 @@ def clock(CLOCK: tl.constexpr):
         return tl.full([], CLOCK(), tl.int64)
 
 
+@triton.constexpr_function
+def looks_of(CLOCK):
+    """Return how many times a wait polls between two checks of poison and clock. On an NVIDIA GPU it polls several
+    times, because polls follow one another, and a signal is seen only by the next one."""
+    return 16 if CLOCK == "ptx" else 1
+
+
 @triton.jit
 def own_block(control, S: tl.constexpr):
     """Return the address of this rank's block from ``control``, which is a part of it, without loading anything."""
@@ -130,11 +137,10 @@ def wait_all(words, mask, target, poison, limit, CLOCK: tl.constexpr, arrivals=0
     """Wait until every word (a block [N] of int64 pointers) under ``mask`` has reached ``target``.
 
     Returns (arrived, index, got): arrived is OK, TIMED_OUT or POISONED; index and got
-    say which word is furthest behind, and its value. A GPU polls the words several times between two checks of poison
-    and clock: polls follow one another, and a signal is seen only by the next one. ``arrivals``: where to stamp that a
-    word has been seen to reach it (``tracing.device.stamps``).
+    say which word is furthest behind, and its value. ``arrivals``: where to stamp that a word has been seen to reach it
+    (``tracing.device.stamps``).
     """
-    looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
+    looks: tl.constexpr = looks_of(CLOCK)
     got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), _FAR)
     note_reached(arrivals, mask & (got >= target), CLOCK, TRACE)
     low = tl.min(got, 0)
@@ -162,7 +168,7 @@ def wait_any(words, mask, target, poison, limit, CLOCK: tl.constexpr):
 
     Returns (arrived, got): arrived as in :func:`wait_all`; got [N] are the values of the words, -1 where masked.
     """
-    looks: tl.constexpr = 16 if CLOCK == "ptx" else 1
+    looks: tl.constexpr = looks_of(CLOCK)
     got = tl.where(mask, tl.atomic_add(words, 0, mask=mask, sem="acquire", scope="sys"), -1)
     state = tl.where(tl.max(got, 0) >= target, OK, UNFINISHED)
     if state == UNFINISHED:

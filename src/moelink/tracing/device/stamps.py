@@ -189,6 +189,15 @@ def note_reached(where, reached, CLOCK: tl.constexpr, TRACE: tl.constexpr):
 
 
 @triton.jit
+def note_late(late, missing, rank, S: tl.constexpr):
+    """Return ``late`` [N], int64, with the bit of ``rank`` where an element of its row is ``missing``, for
+    :func:`note_whole`."""
+    if S.TRACE:
+        late = late | tl.where(missing, tl.full([], 1, tl.int64) << rank, 0)
+    return late
+
+
+@triton.jit
 def _either(a, b):
     return a | b
 
