@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 import moelink
-from moelink.kernels.dispatch import plan, receive_planned, row_table
+from moelink.kernels.dispatch import receive_planned, row_table
 from moelink.memory.protocol import TABLE_GO, TABLE_NOTHING
 from moelink.memory.workspace import Workspace
 from moelink.transports.base import DispatchRequest
@@ -188,7 +188,7 @@ def publish_nothing(ctx, rows, starts, bases, most, state, S: tl.constexpr):
 
 @PLANTED
 def test_a_table_that_never_comes_is_a_deadlock(monkeypatch):
-    monkeypatch.setattr(plan, "publish_table", publish_nothing)
+    monkeypatch.setattr(receive_planned, "publish_table", publish_nothing)
     with pytest.raises((Deadlock, moelink.PeerTimeoutError)) as error:
         run(0, calls_of(FORMAT, (1, 1, 1, 1)), world=WORLD, combine=False)
     assert "wait_ll_words" in str(error.value)

@@ -234,7 +234,7 @@ DISPATCH = (
     Mutant("the table keeps the number of the last call that counted", "kernels/dispatch/receive_cached.py",
            "            renew_table(ctx, S)", "            tl.debug_barrier()",
            "kernels/test_row_table.py::test_the_example_of_the_docstrings"),
-    Mutant("the planner publishes nothing where a rank refused", "kernels/dispatch/plan.py",
+    Mutant("the planner publishes nothing where a rank refused", "kernels/dispatch/receive_planned.py",
            "        publish_plan(ctx, numbers,", "        if tl.max(wrong.to(tl.int32), 0) == 0:\n            publish_plan(ctx, numbers,",
            "kernels/test_row_table.py::test_a_refused_call_unpacks_nothing_and_ends[counted-few]"),
     Mutant("messages of a refused call are unpacked by the table", "kernels/dispatch/receive_planned.py",

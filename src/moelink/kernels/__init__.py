@@ -9,8 +9,8 @@ dispatch/route         which rank owns an expert; what precedes a token; block c
 dispatch/counts        the CTA that tells every rank how many messages and rows come
 dispatch/send          the sender role: CTAs that store messages; pieces: how a row is read, encoded and stored
 dispatch/receive       the receiver role: wait for counts and messages; row_offsets: where rows go
-dispatch/plan          few tokens of four ranks or more: where rows go, by one CTA for all; row_table: where it says so;
-                       receive_planned: the receiver role by that plan
+dispatch/receive_planned  few tokens of four ranks or more: one CTA plans for all where rows go; row_table: where it
+                       says so
 dispatch/unpack        copies messages to their rows
 dispatch/padding       zeros the padding of each group, while messages are on their way
 dispatch/scales        writes the scales of large calls, in a launch of its own

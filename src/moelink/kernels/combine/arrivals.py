@@ -48,7 +48,7 @@ def wait_for_all_arrivals(ctx, slots, part, parts, S: tl.constexpr):
 @triton.jit
 def awaited_slots(notes, token, brought, choices, S: tl.constexpr):
     """Return a token's message slots [ranks] at the ranks whose rows come, -1 for others. ``choices``: of
-    :func:`wait_for_choices`."""
+    ``quiesce.wait_for_choices``."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     slots = tl.load(notes.slot_of + token * S.WORLD_SIZE + r, mask=r < S.WORLD_SIZE, other=-1)
     return tl.where(choices, tl.where(brought, slots, -1), -1)

@@ -1,23 +1,16 @@
 """Reduce the rows that came home: the home role of combine, on the rank that owns the token.
 
-Its steps for a token are ``wait_for_all_arrivals`` and ``reduce_and_copy_to_output``. ``kernels.combine.phases``
-launches them separately, for all tokens.
-
 CTAs share the tokens, and with few tokens also the blocks of columns. For its token a CTA waits for exactly that
-token's rows: ``combine_flag`` of rank r, in the token's message slot there (``slot_of``, noted by dispatch's sender),
-must have reached the call. The waits are acquires, so the rows are visible. CTA 0 waits for the ``combine_head`` of
-every rank, whether or not that rank sends rows. CTA 0 gets tokens only where all CTAs are needed.
+token's rows (``kernels.combine.arrivals``), sums them and stores the result. CTA 0 checks that all ranks make this call
+(``kernels.combine.heads``); it gets tokens only where all CTAs are needed. ``kernels.combine.phases`` launches these
+steps separately, for all tokens.
 
-Once all CTAs are done the call is counted as received. The next launch then grants credit to every rank, which may
-overwrite ``rows`` (``kernels.sync.credit``). So the next call cannot overtake this one. A rank that refused a call
-counts it at once. Without sums other ranks may store the same rows in the next call; therefore the peers of a rank that
-refused wait, before they finish, for the rows that they themselves sent to it.
+Once all CTAs are done the call is counted as received (``kernels.sync.credit``), so the next call cannot overtake this
+one.
 
 Sums: the accumulator starts at +0, in fp32 (fp64 for fp64). It adds the sums of the ranks in ascending order, or
 weighted rows in slot order; then the shared expert's row, ``shared=`` and the epilogue's tensor, in that order. It is
 rounded once.
-
-In allreduce mode nothing travels: rows are read where they are, and no signal is used.
 
 Example: W = 3, token 5 went to ranks 0 and 2 (``slot_of[5] = [5, -1, 0]``): wait for flag (0, 5) and flag (2, 0), then
 out = round(row(0, 5) + row(2, 5)).

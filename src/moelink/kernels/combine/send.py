@@ -1,21 +1,18 @@
 """Send expert outputs home: the expert role of combine (``send_tokens_back``).
 
 Each CTA takes messages of one home rank that dispatch brought, in slot order. For each message it writes to row ``me``
-of ``rows`` at the home rank, at the message's *token*, the sum of the rows that the message filled here. Without
-pre-reduction it writes each of these rows at (token, slot), and in ``combine_kept`` which of them there are. Then it
-publishes ``combine_flag[slot] = call`` there, a release after the rows that the flag announces. Sums of a small call
-travel without flags (``kernels.sync.lamport_slots``).
+of ``rows`` at the home rank, at the message's *token*, the sum of the rows that the message filled here, or without
+pre-reduction each of these rows (``kernels.combine.single_rows``). Then it publishes ``combine_flag[slot] = call``
+there, a release after the rows that the flag announces. Sums of a small call travel without flags
+(``kernels.sync.lamport_slots``). A rank is not one of its own homes where its own rows stay
+(``kernels.combine.own_rows``).
 
 With few tokens a message's columns travel in S.PARTS_PER_ROW parts. Each part has its own flag and, as far as the CTAs
-suffice, its own CTA, because one CTA that sums all columns takes several memory latencies.
+suffice, its own CTA, because one CTA that sums all columns takes several memory latencies. CTA 0 then sends no rows
+unless it is the only CTA, because it tells heads (``kernels.combine.heads``).
 
-Before its first store a CTA waits for every home rank's credit for the previous call, so no call overtakes another. It
-waits for nothing else. CTA 0 stores ``combine_status`` and publishes ``combine_head = call`` at every rank, so that a
-rank learns of a refusal even when no rows were due to it. Where messages travel in parts, CTA 0 sends no rows unless it
-is the only CTA. A rank that refuses the call sends no rows but raises all flags. Where a combine takes several passes
-over the slots, a refused combine ends with the first pass, because the rank that refuses makes only one call.
-
-A rank is not one of its own homes where its own rows stay (``kernels.combine.own_rows``).
+Before its first store a CTA waits for every home rank's credit for the previous call, and for nothing else, so no call
+overtakes another (docs/protocol.md, C1).
 
 Sums: the accumulator starts at +0, slots ascend, each product is rounded before it is added (no fused multiply-add),
 and the sum is rounded once to the row's dtype, or encoded in the combine format (``kernels.combine.row_format``). A

@@ -18,10 +18,8 @@ forwarder (``kernels.nodes.forward``), which waits for senders of other ranks, a
 Where a later launch writes the scales (``S.SCALES_LATER``, ``kernels.dispatch.scales``), the receiver stores in
 ``outputs.scales`` the number of the message that each row came with.
 
-Why the next call cannot overtake this one: a sender stores for call n + 1 only after every destination has granted
-credit for call n. A destination grants it in its next launch, after all CTAs of its receiver role have read call n
-(``kernels.sync.credit``). Why the host takes no part: the CTAs of each role count calls in device memory, and the
-arguments of a launch hold nothing that changes between two replays of a CUDA graph.
+The host takes no part in the protocol: the CTAs of each role count calls in device memory, and the arguments of a
+launch hold nothing that changes between two replays of a CUDA graph. docs/protocol.md has the proofs.
 """
 
 from __future__ import annotations

@@ -10,11 +10,9 @@ acquires (``kernels.sync.signals``), so all stores of a source before its signal
 Over cached routing some of these steps differ (``kernels.dispatch.receive_cached``). Each role passes its own steps to
 :func:`receive_by`.
 
-Once all CTAs have read what they need the call is counted as received. The next launch grants credit to every source,
-which may then overwrite its messages (``kernels.sync.credit``). Where rows stay in the messages (S.IN_PLACE) only
-headers are read here, and the caller reads the rows until that launch (``moelink.lease``). A source that is a call
-ahead waits for that credit. A source that is behind has not sent its counts yet, so this rank waits for it. So no call
-overtakes another.
+Once all CTAs have read what they need the call is counted as received (``kernels.sync.credit``), and no call overtakes
+another (docs/protocol.md, D3 and D4). Where rows stay in the messages (S.IN_PLACE) only headers are read here, and the
+caller reads the rows until the next launch (``moelink.lease``).
 
 The row of a pair is the start of its group (sizes rounded up to S.ROW_ALIGNMENT, or with S.MASKED all the same) + the
 rows that lower source ranks send to that expert + the pair's position, which came with the message. Hence source ranks

@@ -1,7 +1,10 @@
 """Receive tokens by a plan that one CTA makes: the receiver role of dispatch with a row table
 (``kernels.dispatch.row_table``).
 
-CTA 0 is the planner (``kernels.dispatch.plan``). Each other CTA waits for the header of its source, then for the
+CTA 0 is the *planner*. It waits for the counts of every source, computes from them where rows go, publishes that for
+the other receivers, and only then writes offsets and totals. It also decides for all receivers whether the call is made
+at all: not if a rank refused it, or if ranks make it differently. Then it also publishes that, writes empty outputs,
+and notes the rank to blame. Each other CTA waits for the header of its source, then for the
 ``message_flag`` of its next messages, in order of arrival. It begins to load a message, and only then looks up its
 rows. So it neither polls the counts of all sources nor holds their sums in registers. If padding must be written, CTAs
 wait for the table before they wait for messages, and write padding while these are on their way. Everything else is as
@@ -15,7 +18,8 @@ Messages of a call that is not made are awaited like others, and nothing of them
 that ends half way is named by the wait for its messages.
 
 Example: 2 local experts, counts from ranks 0 to 3 [[2, 1], [1, 0], [0, 2], [0, 0]], S.ROW_ALIGNMENT 4. The message in
-slot 1 of rank 2 names expert 1, position 1. Rank 2's rows of expert 1 begin at row 5 and end before row 7, so position
+slot 1 of rank 2 names expert 1, position 1. The planner publishes that rank 1's rows begin at [2, 5], and writes
+row_offsets [0, 4, 8]. Rank 2's rows of expert 1 begin at row 5 and end before row 7, so position
 1 is its last one, row 6.
 """
 
@@ -23,13 +27,29 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.padding import who_pads, write_padding
-from moelink.kernels.dispatch.plan import plan
-from moelink.kernels.dispatch.receive import first_source, return_nothing, share_of, unpack_messages
-from moelink.kernels.dispatch.row_offsets import columns_of, header_word, wait_for_words
+from moelink.kernels.dispatch.receive import (
+    blame,
+    compare,
+    first_source,
+    note_other_call,
+    return_nothing,
+    share_of,
+    unpack_messages,
+)
+from moelink.kernels.dispatch.row_offsets import (
+    columns_of,
+    group_starts,
+    header_word,
+    rows_told,
+    tile_bases,
+    wait_for_words,
+    write_counted_offsets,
+)
 from moelink.kernels.dispatch.row_table import (
     first_block,
     first_row,
     groups_in_table,
+    publish_table,
     report_no_table,
     wait_for_table,
 )
@@ -43,13 +63,49 @@ from moelink.memory.protocol import (
     DISPATCH_RECEIVED,
     PHASE_DISPATCH,
     TABLE_GO,
+    TABLE_NOTHING,
 )
-from moelink.tracing.device.stamps import TOLD, stamp
+from moelink.tracing.device.stamps import BASE_KNOWN, TOLD, stamp, stamp_first
 
 _HEADER = tl.constexpr(COUNT_HEADER)
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 _ROLE = tl.constexpr(DISPATCH_RECEIVED)
-_GO = tl.constexpr(TABLE_GO)
+_GO, _NOTHING = tl.constexpr(TABLE_GO), tl.constexpr(TABLE_NOTHING)
+
+
+@triton.jit
+def publish_plan(ctx, numbers, shared, state, S: tl.constexpr):
+    """Compute from the counts of every source where rows go, and publish it. ``state``: TABLE_GO or TABLE_NOTHING."""
+    rows = rows_told(ctx.control, numbers, S)
+    messages = header_word(ctx.control, tl.arange(0, S.WORLD_SIZE_POW2), 1, 0, S.MAX_TOKENS, S)
+    starts, aligned, shared_rows = group_starts(tl.sum(rows, 0), shared, numbers.capacity, S)
+    bases = starts
+    if S.SCALE_LAYOUT == 2:
+        bases, _ = tile_bases(starts, aligned, shared_rows, numbers.capacity, S)
+    publish_table(ctx, rows, starts, bases, tl.max(messages, 0), state, S)
+    stamp_first(ctx, BASE_KNOWN, S)
+
+
+@triton.jit
+def plan(ctx, outputs, received, numbers, S: tl.constexpr):
+    """Run the planner. Returns OK, TIMED_OUT or POISONED."""
+    r = tl.arange(0, S.WORLD_SIZE_POW2)
+    ok = wait_for_words(ctx, 0, numbers.num_local_experts + _HEADER, S.WORLD_SIZE_POW2, S.COUNT_WORDS_POW2, S)
+    if ok <= 0:
+        return_nothing(outputs, received, numbers, S)
+    else:
+        shared = numbers.shared_end - numbers.shared_begin
+        refused = header_word(ctx.control, r, 0, 0, 1, S)
+        options = header_word(ctx.control, r, 5, 0, 0x7FFFFFFF, S)
+        wrong, origin = compare(ctx, refused, options, S)
+        differs = tl.max(wrong.to(tl.int32), 0) > 0
+        publish_plan(ctx, numbers, shared, tl.where(differs, _NOTHING, _GO), S)
+        if differs:
+            return_nothing(outputs, received, numbers, S)
+            note_other_call(blame, ctx, refused, options, origin, S)
+        else:
+            write_counted_offsets(ctx, outputs, received, numbers, shared, S)
+    return ok
 
 
 @triton.jit

@@ -2,8 +2,9 @@
 role.
 
 Every CTA sums the very counts that it polled (:func:`wait_for_counts`). So between the arrival of the counts and the
-first row nothing is loaded from memory a second time. Where one CTA plans for all (``kernels.dispatch.plan``) it waits
-for these counts, and every other receiver for the header of its own source (:func:`wait_for_words`).
+first row nothing is loaded from memory a second time. Where one CTA plans for all
+(``kernels.dispatch.receive_planned``) it waits for these counts, and every other receiver for the header of its own
+source (:func:`wait_for_words`).
 
 Over cached routing the offsets come from the earlier call (``kernels.dispatch.receive_cached``).
 

@@ -1,9 +1,9 @@
 """Publish where rows go, and look it up: the row table between the planner of dispatch and the other receivers of its
 rank (S.ROW_TABLE; ``memory.workspace`` says when, and why).
 
-Receiver CTA 0, the *planner* (``kernels.dispatch.plan``), alone waits for the counts of every source. From them it
-computes where the rows of each source go, and publishes that in the region ``row_table`` of this rank's own block. The
-others (``kernels.dispatch.receive_planned``) look up the few words that the rows of a message need.
+Receiver CTA 0, the *planner* (``kernels.dispatch.receive_planned``), alone waits for the counts of every source. From
+them it computes where the rows of each source go, and publishes that in the region ``row_table`` of this rank's own
+block. The others look up the few words that the rows of a message need.
 
 ======  ==========================================================================================================
 row     words, of which each has a column for every local expert e

@@ -27,8 +27,6 @@ Stores at destination d, in row ``me`` of each region:
 * The counting CTA writes, where block counts were shared, ``firsts``, then a fence; then ``counts`` as LL words
   (``kernels.sync.ll_words``): status, totals, rows per local expert of d.
 
-All CTAs together count the call as sent. A later call of this rank starts after it in stream order.
-
 The order of messages needs no sort. A message's slot at d is the number of earlier tokens of this rank with any id on
 d. A pair's *position* is the number of earlier pairs (token, then slot) of this rank with the same expert. In layout
 "rank" a row's place is its slot. So on one node no positions travel, and only the counting CTA counts pairs.
@@ -75,10 +73,10 @@ from moelink.kernels.dispatch.route import (
     sum_block_counts,
     sums_before,
 )
-from moelink.kernels.nodes.internode import direct_or_staged, intra_node_only
+from moelink.kernels.nodes.internode import intra_node_only
 from moelink.kernels.nodes.levels import column_of, in_one_level, in_two_levels
 from moelink.kernels.nodes.put_messages import put_messages
-from moelink.kernels.nodes.relay import put_relays, store_relay_headers, with_relays
+from moelink.kernels.nodes.relay import put_relays, staged_or_relayed, store_relay_headers
 from moelink.kernels.records import Batch, Run
 from moelink.kernels.sync.credit import grant_credits, poll_once, wait_for_credits
 from moelink.kernels.sync.signals import I32, I64, context_of, count_arrival, own_block, publish
@@ -101,13 +99,8 @@ from moelink.tracing.device.stamps import (
 def message_addresses(base, own, slot, token, me, mine, S: tl.constexpr):
     """Return the addresses [N, ranks] of the messages of tokens ``token`` [N] in ``slot`` [N, ranks], in the blocks at
     ``base`` [ranks]; 0 unless ``own``."""
-    r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
     places = base[None, :] + S.OFFSET_MESSAGES + (me * S.MAX_TOKENS + slot).to(tl.int64) * S.MESSAGE_BYTES
-    if S.TWO_LEVEL:
-        return with_relays(places, own, token, me, mine, S)
-    else:
-        places = direct_or_staged(places, mine, r, me, S.OFFSET_STAGED_MESSAGES, S.MAX_TOKENS, slot, S.MESSAGE_BYTES, S)
-        return tl.where(own, places, 0)
+    return staged_or_relayed(places, own, slot, token, me, mine, S)
 
 
 @triton.jit

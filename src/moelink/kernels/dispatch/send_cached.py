@@ -8,21 +8,15 @@ take them one by one, as with few tokens (``programs`` = 0 in the header). With 
 serves every ``split``-th rank of one.
 
 The header has the words of ``kernels.dispatch.counts``, and also the number of the call that made the routing. If ranks
-use routings of different calls, all ranks see it and refuse the call alike (``kernels.dispatch.receive``). The options
-differ from those of a call that counts, so ranks also refuse a mix of the two. After the header go the words for rows
-per expert, empty; a rank over cached routing does not wait for them. A rank that does count waits for them before it
-can look at the options (in layout "rank" on one node for the header alone), and every word carries every call's number
-(``kernels.sync.ll_words``).
+use routings of different calls, all ranks see it and refuse the call alike (``kernels.dispatch.receive_cached``). The
+options differ from those of a call that counts, so ranks also refuse a mix of the two. After the header go the words
+for rows per expert, empty: a rank that counts waits for them before it can look at the options.
 
-Why no call overtakes another: as in ``kernels.dispatch.send``, every CTA waits for every destination's credit for the
-previous call before its first store there, this rank grants its own credits before it waits, and every CTA counts its
-arrival at the end. An earlier launch wrote ``slot_of`` and ``sent`` in stream order, and nothing writes them again.
-Slots out of range (the earlier call failed half way) are left out.
-
-If the dispatch that made the routing brought nothing, because a rank refused it or a wait expired, then no rank makes
-this call, as with a combine of such rows (``kernels.combine.send``). Every rank that has a handle of that dispatch sees
-it in its ``received``. A rank that has no handle, because it refused that dispatch itself, makes no call either. Ids
-out of range are counted once, in the call that read them. Rows that do not fit are dropped again, and counted again.
+Credits are as in ``kernels.dispatch.send``. An earlier launch wrote ``slot_of`` and ``sent`` in stream order, and
+nothing writes them again. Slots out of range (the earlier call failed half way) are left out. If the dispatch that made
+the routing brought nothing, no rank makes this call: every rank that has a handle of that dispatch sees it in its
+``received``. Ids out of range are counted once, in the call that read them; rows that do not fit are dropped and
+counted again.
 
 Example: 4 experts on 2 ranks, rank 0's ids [[0, 3], [1, 0], [-1, 2]], call 7: ``slot_of`` [[0, 0], [1, -1], [-1, 1]],
 ``sent`` [2, 2, 7]. Call 9 over it tells both ranks "2 messages, of call 7". Two CTAs with S.TOKENS_PER_BATCH 1 send

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.dispatch.route import experts_at, owner_of
-from moelink.kernels.nodes.internode import is_intra_node, put
+from moelink.kernels.nodes.internode import direct_or_staged, is_intra_node, put
 from moelink.kernels.nodes.levels import number_there, peer_of
 from moelink.kernels.sync.signals import I32, U8, fence
 from moelink.memory.protocol import DISPATCH_BYTES, MARKS_HEADER
@@ -51,6 +51,18 @@ def with_relays(places, own, token, me, mine, S: tl.constexpr):
     column = (r == (me + S.NODE_SIZE) % S.WORLD_SIZE) & (leaves > 0)
     near = own & is_intra_node(r, me, S)
     return tl.where(near, places, tl.where(column, staged_relay(mine, token, S)[:, None], 0))
+
+
+@triton.jit
+def staged_or_relayed(places, own, slot, token, me, mine, S: tl.constexpr):
+    """Return ``places`` [N, ranks] of the messages of tokens ``token`` [N], 0 unless ``own``; for ranks of other nodes
+    where they are staged, or with two levels the relay's."""
+    if S.TWO_LEVEL:
+        return with_relays(places, own, token, me, mine, S)
+    else:
+        r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
+        places = direct_or_staged(places, mine, r, me, S.OFFSET_STAGED_MESSAGES, S.MAX_TOKENS, slot, S.MESSAGE_BYTES, S)
+        return tl.where(own, places, 0)
 
 
 @triton.jit
