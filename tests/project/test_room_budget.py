@@ -26,7 +26,7 @@ BUDGET = {
     "control": 3551,
     "kernels": 705,
     "kernels/combine": 1213,
-    "kernels/dispatch": 3142,
+    "kernels/dispatch": 3136,
     "kernels/launch": 1616,
     "kernels/nodes": 1182,
     "kernels/sync": 1286,

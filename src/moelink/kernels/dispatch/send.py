@@ -33,10 +33,7 @@ d. A pair's *position* is the number of earlier pairs (token, then slot) of this
 
 A row goes out piece by piece (``kernels.dispatch.pieces``): the CTA loads piece i + 1 before it stores piece i.
 
-With many tokens the headers of a batch are stored before its rows, but after them where rows stay in the messages
-(S.IN_PLACE): links then begin with a row a little earlier (docs/lab/dispatch.md, "Headers last"). A trace stamps the
-first store before that row then. A single token's header is always first. The release of the flags comes after header
-and row in every case.
+The headers of a batch are stored before its rows. The release of the flags comes after header and row.
 
 Example: 4 experts on 2 ranks, topk 2, rank 0's ids [[0, 3], [1, 0], [-1, 2]]. Destination 0 gets tokens 0, 1 in slots
 0, 1 with local ids [0, -1], [1, 0] and positions [0, 0], [0, 1] (token 1's expert 0 is the second pair of expert 0);
@@ -176,8 +173,7 @@ def send_batch(ctx, inputs, batch, row, run, base, numbers, STRIDED: tl.constexp
     mine = own_block(ctx.control, S)
     places = message_addresses(base, batch.own, batch.slot, batch.token, ctx.me, mine, S)
     w = load_weights(inputs.topk_weights, batch.token, numbers.num_tokens, S)
-    if not S.IN_PLACE:
-        store_headers(batch, places, w, numbers.first_expert, S)
+    store_headers(batch, places, w, numbers.first_expert, S)
     in_two_levels(store_relay_headers, (ctx, mine, batch), S)
     stamp_first(ctx, FIRST_STORE, S)
     for t in range(run.begin, run.end):
@@ -189,8 +185,6 @@ def send_batch(ctx, inputs, batch, row, run, base, numbers, STRIDED: tl.constexp
             store_piece(row, piece, to, ctx.me, inputs.input_scale, S)
             row = following
         store_ready_scales(scales, to, ctx.me, S)
-    if S.IN_PLACE:
-        store_headers(batch, places, w, numbers.first_expert, S)
     publish_messages(ctx, base, mine, batch, S)
     return row
 
