@@ -7,8 +7,8 @@ torchrun --nproc-per-node 2 sglang_layer.py
 import torch
 
 import moelink
+from moelink.integrations.settings import Settings
 from moelink.integrations.sglang.settings import ends_of, format_of, init_arguments
-from moelink.integrations.switch import Settings
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 4, 2, 64, 12
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 import moelink
-from moelink.integrations.switch import Settings
+from moelink.integrations.settings import Settings
 from moelink.integrations.vllm.settings import Quantization, bound_of, init_arguments, rows_of
 
 EXPERTS, TOPK, HIDDEN, MOST = 8, 2, 128, 64

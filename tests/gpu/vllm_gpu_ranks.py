@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import moelink
-from moelink.integrations.switch import Settings
+from moelink.integrations.settings import Settings
 from moelink.integrations.vllm.settings import Quantization, bound_of, init_arguments, rows_of
 from tests.gpu import gpu_ranks
 

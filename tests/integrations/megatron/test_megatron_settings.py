@@ -10,8 +10,7 @@ import torch
 
 from moelink.errors import ConfigError, UnsupportedError
 from moelink.integrations.megatron import Settings
-from moelink.integrations.megatron.routing import ids_and_weights
-from moelink.integrations.megatron.settings import COMPARED, check, options_of
+from moelink.integrations.megatron.settings import COMPARED, check, ids_and_weights, options_of
 
 
 def config(**options: object) -> SimpleNamespace:

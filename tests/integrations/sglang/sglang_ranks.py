@@ -52,8 +52,8 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from moelink.errors import MoelinkError
+    from moelink.integrations.settings import Settings
     from moelink.integrations.sglang import close, dispatcher, plugin, register
-    from moelink.integrations.switch import Settings
 
     torch.distributed.init_process_group("gloo")
     group = torch.distributed.group.WORLD

@@ -12,9 +12,9 @@ import torch
 import moelink
 from moelink.errors import UnsupportedError
 from moelink.integrations import versions
+from moelink.integrations.settings import Settings
 from moelink.integrations.sglang import plugin
 from moelink.integrations.sglang.settings import ends_of, expected_rows, format_of, init_arguments, scales_of
-from moelink.integrations.switch import Settings
 from moelink.testing import run_ranks
 from tests.integrations.sglang import sglang_ranks as ranks
 

@@ -13,7 +13,8 @@ import torch
 import moelink
 from moelink.env import VLLM
 from moelink.errors import ConfigError, UnsupportedError
-from moelink.integrations import switch, versions
+from moelink.integrations import settings as common
+from moelink.integrations import versions
 from moelink.integrations.vllm import plugin
 from moelink.integrations.vllm.settings import (
     Parallelism,
@@ -37,13 +38,13 @@ FP8 = torch.float8_e4m3fn
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
-        ("0", None), ("", None), (" 1 ", switch.Settings()),
-        ("transport=collective", switch.Settings(transport="collective")),
-        ("num_sms=24, timeout=5", switch.Settings(num_sms=24, timeout=5.0)),
+        ("0", None), ("", None), (" 1 ", common.Settings()),
+        ("transport=collective", common.Settings(transport="collective")),
+        ("num_sms=24, timeout=5", common.Settings(num_sms=24, timeout=5.0)),
     ],
 )  # fmt: skip
-def test_the_variable_switches_the_plugin(text: str, settings: switch.Settings | None) -> None:
-    assert switch.read(VLLM, {"MOELINK_VLLM": text}) == settings
+def test_the_variable_switches_the_plugin(text: str, settings: common.Settings | None) -> None:
+    assert common.read(VLLM, {"MOELINK_VLLM": text}) == settings
 
 
 @pytest.mark.quick("no time, and each is another mistake")
@@ -52,7 +53,7 @@ def test_the_variable_switches_the_plugin(text: str, settings: switch.Settings |
 )
 def test_what_the_variable_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="MOELINK_VLLM"):
-        switch.read(VLLM, {"MOELINK_VLLM": text})
+        common.read(VLLM, {"MOELINK_VLLM": text})
 
 
 def test_the_plugin_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +72,8 @@ def test_a_release_outside_the_range_is_refused_before_anything_is_imported(monk
 
 def test_a_missing_name_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"vllm 0.33.9: expected moelink.env.Variable.gone, got no such name"):
-        plugin._find("moelink.env", "Variable", "gone", release="0.33.9")
-    assert plugin._find("moelink.env", "Variable", "read", release="0.33.9")[0] is type(VLLM)
+        common._owner(("moelink.env", "Variable", "gone"), "vllm", "0.33.9", VLLM)
+    assert common._owner(("moelink.env", "Variable", "read"), "vllm", "0.33.9", VLLM) is type(VLLM)
 
 
 def test_a_layer_that_gathers_by_itself_is_refused() -> None:
@@ -152,7 +153,7 @@ def test_the_arguments_of_init() -> None:
         num_experts=12, experts_per_token=2, hidden_dim=64, max_num_tokens=5, in_dtype=torch.bfloat16
     )
     arguments = init_arguments(
-        Rows("bf16", "nobody"), settings=switch.Settings(), config=layer, device=torch.device("cpu"), microbatches=2
+        Rows("bf16", "nobody"), settings=common.Settings(), config=layer, device=torch.device("cpu"), microbatches=2
     )
     with moelink.init(**arguments) as ep:
         assert (ep.config.num_experts, ep.config.lanes, ep.config.layout) == (12, 2, "rank")

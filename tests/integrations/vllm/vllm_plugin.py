@@ -23,7 +23,7 @@ sys.modules["tests.utils"] = of_servers
 
 import vllm.utils.import_utils as packages
 
-from moelink.integrations.switch import Settings
+from moelink.integrations.settings import Settings
 from moelink.integrations.vllm import close
 from moelink.integrations.vllm.prepare_finalize import MoelinkPrepareAndFinalize
 from tests.kernels.moe import parallel_utils

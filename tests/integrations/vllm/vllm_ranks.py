@@ -265,7 +265,7 @@ def overlapped(rank: int, world_size: int, case: Case, sizes: list[int]) -> list
     from vllm.distributed import get_ep_group
     from vllm.v1.worker import ubatching
 
-    from moelink.integrations.switch import Settings
+    from moelink.integrations.settings import Settings
     from moelink.integrations.vllm.prepare_finalize import MoelinkPrepareAndFinalize
 
     experts = experts_of(case, rank, world_size)
@@ -305,7 +305,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     from vllm.distributed import get_ep_group
 
     from moelink.errors import MoelinkError
-    from moelink.integrations.switch import Settings
+    from moelink.integrations.settings import Settings
     from moelink.integrations.vllm import prepare_finalize
 
     group, lora, half = get_ep_group().device_group, experts_of(Case(), rank, world_size), Case(topk=2, on_input=True)

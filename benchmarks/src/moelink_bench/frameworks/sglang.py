@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moelink.integrations.shared import device_of
-from moelink.integrations.switch import Settings
+from moelink.integrations.settings import Settings, device_of
 from moelink_bench.frameworks.dispatchers import Case, Layer
 from moelink_bench.frameworks.engines import Inputs, products, weighed_experts
 from moelink_bench.workload import Batch

@@ -18,8 +18,7 @@ from torch import Tensor
 
 import moelink
 from moelink.errors import MoelinkError, StateError
-from moelink.integrations.megatron.routing import ids_and_weights
-from moelink.integrations.megatron.settings import COMMUNICATORS, Settings, check, options_of
+from moelink.integrations.megatron.settings import COMMUNICATORS, Settings, check, ids_and_weights, options_of
 
 
 class MoelinkTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]

@@ -8,13 +8,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from moelink.config import TransportName
 from moelink.errors import UnsupportedError
-from moelink.integrations.shared import SharedCommunicators, device_of
+from moelink.integrations import settings as common
+from moelink.integrations.settings import SharedCommunicators, device_of
 
 COMMUNICATORS = SharedCommunicators()
-"""Those of all dispatchers in this process: layers of the same size on the same ranks share one."""
+close = COMMUNICATORS.close
 
 FORMATS: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.bfloat16: "bf16", torch.float16: "fp32", torch.float32: "fp32", torch.float64: "fp64"}
@@ -34,29 +35,21 @@ COMPARED = (
 """Options of Megatron that change what a rank sends or computes, and that nobody else compares over the ranks."""
 
 
-def close() -> None:
-    """Close the communicators of all dispatchers in this process, as at the end of training. Collective."""
-    COMMUNICATORS.close()
-
-
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(common.Settings):
     """Arguments of :func:`moelink.init` that users of a layer choose; see there. The rest follows from the model.
 
     Attributes:
         max_tokens_per_rank: the most tokens of a rank in one forward: sequence length x micro-batch size, divided by
             the sizes of context parallelism and, with sequence parallelism, of tensor parallelism.
         dispatch_format: how rows travel. None: the format that carries ``params_dtype`` exactly.
-        device: "cuda" or "cpu". None: CUDA where there is a device.
+        device: "cuda" or "cpu". None: CUDA if there is a device.
     """
 
     max_tokens_per_rank: int
     dispatch_format: str | None = None
     capacity: int | None = None
     pre_reduce: bool = True
-    transport: TransportName = "auto"
-    num_sms: int | None = None
-    timeout: float = 60.0
     device: str | None = None
 
     def init_arguments(self, config: Any, *, alignment: int) -> dict[str, Any]:
@@ -72,21 +65,15 @@ class Settings:
         if dtype not in FORMATS:
             known = ", ".join(map(str, FORMATS))
             raise UnsupportedError(f"params_dtype: expected one of {known}, got {dtype}; set it to one of these")
-        kind = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         return {
+            **self.arguments(),
             "num_experts": config.num_moe_experts,
             "topk": config.moe_router_topk,
             "hidden_size": getattr(config, "moe_latent_size", None) or config.hidden_size,
-            "max_tokens_per_rank": self.max_tokens_per_rank,
             "dispatch_format": self.dispatch_format or FORMATS[dtype],
             "combine_dtype": dtype,
             "expert_alignment": alignment,
-            "capacity": self.capacity,
-            "pre_reduce": self.pre_reduce,
-            "transport": self.transport,
-            "num_sms": self.num_sms,
-            "timeout": self.timeout,
-            "device": device_of(kind),
+            "device": device_of(self.device or ("cuda" if torch.cuda.is_available() else "cpu")),
         }
 
 
@@ -129,3 +116,28 @@ def check(config: Any, *, expert_tensor_parallel_size: int) -> None:
 def options_of(config: Any) -> dict[str, object]:
     """Return the options of ``config`` that ranks must agree on, by name."""
     return {name: getattr(config, name, None) for name in COMPARED}
+
+
+def ids_and_weights(probs: Tensor, routing_map: Tensor, topk: int, *, padded: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the expert ids and router weights of each token, experts ascending.
+
+    Args:
+        probs: [tokens, experts] router probabilities.
+        routing_map: [tokens, experts] bool, at most ``topk`` experts of a token, unless ``padded``.
+        topk: experts of a token.
+        padded: the map has padding tokens up to the experts' capacity (``moe_pad_expert_input_to_capacity``). Their
+            probability is 0, so the result does not depend on them, and they are not sent. A chosen expert of
+            probability 0 is not distinguishable from padding: its result and its gradient are 0.
+
+    Returns:
+        ids [tokens, topk] int64, -1 where the router chose fewer experts or dropped the token; and their probabilities
+        [tokens, topk], 0 there. The latter are differentiable in ``probs``.
+
+    Example: with the experts {2, 0} of 3 for one token, ids are [[0, 2]].
+    """
+    chosen = routing_map & (probs != 0) if padded else routing_map
+    experts = probs.shape[1]
+    ranks = torch.arange(experts, 0, -1, device=probs.device)  # the lowest id has the highest, so that topk is ordered
+    found, ids = torch.where(chosen, ranks, 0).topk(topk, dim=1)
+    absent = found == 0
+    return ids.masked_fill(absent, -1), probs.gather(1, ids).masked_fill(absent, 0.0)

@@ -20,6 +20,10 @@ from torch import Tensor  # noqa: E402
 
 import moelink  # noqa: E402
 from moelink.errors import ArgumentError, StateError, UnsupportedError  # noqa: E402
+from moelink.integrations.settings import (
+    Settings,  # noqa: E402
+    device_of,  # noqa: E402
+)
 from moelink.integrations.sglang.settings import (  # noqa: E402
     ALIGNMENT,
     COMMUNICATORS,
@@ -29,8 +33,6 @@ from moelink.integrations.sglang.settings import (  # noqa: E402
     init_arguments,
     scales_of,
 )
-from moelink.integrations.shared import device_of  # noqa: E402
-from moelink.integrations.switch import Settings  # noqa: E402
 
 
 def make(config: Any, quant_method: Any, settings: Settings) -> MoelinkDispatcher:

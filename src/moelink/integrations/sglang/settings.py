@@ -9,22 +9,16 @@ from torch import Tensor
 
 from moelink.env import SGLANG
 from moelink.errors import UnsupportedError
-from moelink.integrations.shared import SharedCommunicators
-from moelink.integrations.switch import Settings
+from moelink.integrations.settings import Settings, SharedCommunicators
 
 COMMUNICATORS = SharedCommunicators()
-"""Those of all layers in this process: layers of the same size on the same ranks share one."""
+close = COMMUNICATORS.close
 
 BACKEND = "deepep_v2"
 """The ``--moe-a2a-backend`` in whose place moelink works: its expanded format is one row for each token and expert."""
 
 ALIGNMENT = 128
 """Rows of an expert are padded to a multiple of it, which SGLang's grouped products demand."""
-
-
-def close() -> None:
-    """Close the communicators of all layers in this process. Collective."""
-    COMMUNICATORS.close()
 
 
 def format_of(activations: torch.dtype, *, backend: str, fp8: bool, e8m0: bool, block: int) -> str:

@@ -18,7 +18,7 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Loc
 
 import moelink
 from moelink.errors import ArgumentError, UnsupportedError
-from moelink.integrations.shared import device_of
+from moelink.integrations.settings import device_of
 from moelink.integrations.torchtitan.settings import COMMUNICATORS, DTYPES, init_arguments
 
 

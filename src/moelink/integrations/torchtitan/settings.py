@@ -10,10 +10,10 @@ import torch
 
 import moelink
 from moelink.errors import ConfigError
-from moelink.integrations.shared import SharedCommunicators
+from moelink.integrations.settings import SharedCommunicators
 
 COMMUNICATORS = SharedCommunicators()
-"""Those of all dispatchers in this process: layers of the same size on the same ranks share one."""
+close = COMMUNICATORS.close
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"bfloat16": torch.bfloat16, "float32": torch.float32})
 """By torchtitan's names, those that rows may have."""
@@ -30,11 +30,6 @@ _HIDDEN = (
     "the model's dim; pass hidden_dim to the override, use the override routed_experts, which reads it, or configure "
     "the model for moe_comm_backend='deepep', where torchtitan fills it in"
 )
-
-
-def close() -> None:
-    """Close the communicators of all dispatchers in this process, as at the end of training. Collective."""
-    COMMUNICATORS.close()
 
 
 def resolve(configured: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

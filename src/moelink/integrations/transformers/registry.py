@@ -17,7 +17,7 @@ import moelink
 from moelink.communicator import peers_of
 from moelink.config import Mode, TransportName
 from moelink.errors import ClosedError, UnsupportedError
-from moelink.integrations.shared import device_of
+from moelink.integrations.settings import device_of
 from moelink.integrations.transformers.experts import compute, run_experts
 from moelink.integrations.transformers.forms import form_of, topk_of
 from moelink.integrations.transformers.settings import Settings, Shape

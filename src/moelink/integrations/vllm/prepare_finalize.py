@@ -25,8 +25,10 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id  # noqa: E402
 
 import moelink  # noqa: E402
 from moelink.errors import ArgumentError, StateError, UnsupportedError  # noqa: E402
-from moelink.integrations.shared import device_of  # noqa: E402
-from moelink.integrations.switch import Settings  # noqa: E402
+from moelink.integrations.settings import (
+    Settings,  # noqa: E402
+    device_of,  # noqa: E402
+)
 from moelink.integrations.vllm.settings import (  # noqa: E402
     COMMUNICATORS,
     Parallelism,
@@ -40,7 +42,7 @@ from moelink.integrations.vllm.settings import (  # noqa: E402
 
 
 def make(fused_experts: Any, settings: Settings) -> MoelinkPrepareAndFinalize:
-    """Return what communicates for the experts of a layer.
+    """Return the prepare and finalize of a layer's experts.
 
     Args:
         fused_experts: the layer's ``FusedMoEExperts``, with its configuration.
@@ -147,61 +149,42 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         """
         return self.microbatches > 1
 
-    def prepare_async(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> tuple[Callable[[], None], Callable[[], Any]]:
+    def prepare_async(self, *given: Any, **named: Any) -> tuple[Callable[[], None], Callable[[], Any]]:
         """Start to send ``a1``, [tokens, hidden]; the second callable waits for the rows that come here.
 
-        vLLM calls the first one when the other microbatch is about to communicate. It has nothing to do, as moelink's
-        kernels run on a stream of their own.
-
-        Raises:
-            ArgumentError: as :meth:`prepare`.
+        Arguments and errors are those of :meth:`prepare`. vLLM calls the first callable when the other microbatch is
+        about to communicate. It does nothing, as moelink's kernels run on a stream of their own.
         """
-        number = dbo_current_ubatch_id()
-        given = self._given(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input, quant_config)
-        pending = self._communicator().lane(number).dispatch_async(**given)
+        number, quant_config, call = self._dispatch(*given, **named)
+        pending = self._communicator().lane(number).dispatch_async(**call)
         return _nothing, lambda: self._arrived(number, pending.wait(), quant_config)
 
-    def prepare(
-        self,
-        a1: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        num_experts: int,
-        expert_map: Tensor | None,
-        apply_router_weight_on_input: bool,
-        quant_config: Any,
-        defer_input_quant: bool = False,
-    ) -> Any:
+    def prepare(self, *given: Any, **named: Any) -> Any:
         """Send ``a1``, [tokens, hidden]; return the rows that come here, their scales, ids and weights.
+
+        Args:
+            given, named: of vLLM, in its order: ``a1``, ``topk_weights``, ``topk_ids``, ``num_experts``,
+                ``expert_map``, ``apply_router_weight_on_input``, ``quant_config`` and ``defer_input_quant``.
 
         Raises:
             ArgumentError: ``num_experts`` is not that of the communicator, or weights on the input with more than one
                 expert for a token, as one row carries the token to all experts of a rank.
         """
-        number = dbo_current_ubatch_id()
-        given = self._given(a1, topk_weights, topk_ids, num_experts, apply_router_weight_on_input, quant_config)
-        return self._arrived(number, self._communicator().lane(number).dispatch(**given), quant_config)
+        number, quant_config, call = self._dispatch(*given, **named)
+        return self._arrived(number, self._communicator().lane(number).dispatch(**call), quant_config)
 
-    def _given(
+    def _dispatch(
         self,
         a1: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
         num_experts: int,
+        expert_map: Tensor | None,
         apply_router_weight_on_input: bool,
         quant_config: Any,
-    ) -> dict[str, Any]:
-        """What a dispatch is given."""
+        defer_input_quant: bool = False,
+    ) -> tuple[int, Any, dict[str, Any]]:
+        """Return the number of the microbatch, the quantisation, and the arguments of a dispatch."""
         ep = self._communicator()
         if num_experts != ep.config.num_experts:
             raise ArgumentError("num_experts", f"{ep.config.num_experts} physical experts", num_experts)
@@ -214,16 +197,17 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         scales = None
         if self.rows.quantized_by == "vllm":
             a1, scales = _quantize(a1, quant_config)
-        return {
+        call = {
             "x": a1.contiguous(),
             "topk_ids": topk_ids.contiguous(),
             "topk_weights": topk_weights.float().contiguous(),
             "scales": None if scales is None else scales.contiguous(),
             "max_tokens": self._bound(len(a1)),
         }
+        return dbo_current_ubatch_id(), quant_config, call
 
     def _arrived(self, number: int, recv: moelink.DispatchOutput, quant_config: Any) -> Any:
-        """Note what microbatch ``number`` received; return what vLLM's experts are given."""
+        """Keep the output of the dispatch of microbatch ``number``; return the input of vLLM's experts."""
         self._received[number] = recv
         tokens, scales = recv.tokens, recv.scales
         if self.rows.quantized_by == "arrival":
@@ -231,62 +215,61 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         return tokens, scales, None, recv.topk_ids, recv.topk_weights
 
     def finalize_async(
-        self,
-        output: Tensor,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        apply_router_weight_on_input: bool,
-        weight_and_reduce_impl: Any,
+        self, output: Tensor, *given: Any, **named: Any
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """Start to bring the experts' outputs home; the second callable waits for ``output``, [tokens, hidden].
 
-        Raises:
-            StateError: as :meth:`finalize`.
+        Arguments and errors are those of :meth:`finalize`.
         """
-        number = dbo_current_ubatch_id()
-        recv = self._taken(number)
-        summed = _summed(
-            weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
-        )
-        pending = self._communicator().lane(number).combine_async(summed, recv, out=output)
+        number, rows, recv = self._combine(*given, **named)
+        pending = self._communicator().lane(number).combine_async(rows, recv, out=output)
 
         def receive() -> None:
             pending.wait()
 
         return _nothing, receive
 
-    def finalize(
+    def finalize(self, output: Tensor, *given: Any, **named: Any) -> None:
+        """Bring the experts' outputs home and write their sums to ``output``, [tokens, hidden].
+
+        Rows of experts that leave weights and sums to this step are weighted and summed before they travel.
+
+        Args:
+            output: is filled.
+            given, named: of vLLM, in its order: ``fused_expert_output``, ``topk_weights``, ``topk_ids``,
+                ``apply_router_weight_on_input`` and ``weight_and_reduce_impl``.
+
+        Raises:
+            StateError: no prepare came before it.
+        """
+        number, rows, recv = self._combine(*given, **named)
+        self._communicator().lane(number).combine(rows, recv, out=output)
+
+    def _combine(
         self,
-        output: Tensor,
         fused_expert_output: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: Any,
-    ) -> None:
-        """Bring the experts' outputs home and write their sums to ``output``, [tokens, hidden].
-
-        Experts that leave weights and sum to this step get both here, before the rows travel.
-
-        Raises:
-            StateError: no prepare came before it.
-        """
+    ) -> tuple[int, Tensor, moelink.DispatchOutput]:
+        """Return the number of the microbatch, its rows, weighted and summed, and the output of its dispatch."""
         number = dbo_current_ubatch_id()
-        recv = self._taken(number)
-        summed = _summed(
-            weight_and_reduce_impl, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input
-        )
-        self._communicator().lane(number).combine(summed, recv, out=output)
-
-    def _taken(self, number: int) -> moelink.DispatchOutput:
-        """Return what microbatch ``number`` received, which is done with after this."""
         recv, self._received[number] = self._received[number], None
         if recv is None:
             raise StateError(
                 "finalize: expected a prepare of the same microbatch before it, got none; call prepare first"
             )
-        return recv
+        if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+            weight_and_reduce_impl = TopKWeightAndReduceContiguous()
+        rows: Tensor = weight_and_reduce_impl.apply(
+            output=None,
+            fused_expert_output=fused_expert_output,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
+        return number, rows.contiguous(), recv
 
     def _communicator(self) -> moelink.Communicator:
         if self.ep is None:
@@ -294,7 +277,7 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         return self.ep
 
     def _bound(self, own: int) -> int | None:
-        """A bound on the tokens of every rank in this call, which the data-parallel ranks have agreed on."""
+        """Return a bound on the tokens of every rank in this call, known to all data-parallel ranks."""
         largest = None
         if self.knows_tokens and is_forward_context_available():
             met = get_forward_context().dp_metadata
@@ -307,40 +290,30 @@ def _nothing() -> None:
     """vLLM's hook between two microbatches."""
 
 
-def _summed(reduce: Any, rows: Tensor, topk_weights: Tensor, topk_ids: Tensor, weighed: bool) -> Tensor:
-    """Return the experts' outputs, weighed and summed for each row, as the experts want it done."""
-    if isinstance(reduce, TopKWeightAndReduceDelegate):
-        reduce = TopKWeightAndReduceContiguous()
-    made: Tensor = reduce.apply(
-        output=None,
-        fused_expert_output=rows,
-        topk_weights=topk_weights,
-        topk_ids=topk_ids,
-        apply_router_weight_on_input=weighed,
-    )
-    return made.contiguous()
-
-
 def _wanted(fused_experts: Any) -> Quantization:
-    """How these experts want their input."""
+    """Return how these experts want their input."""
     quant = fused_experts.quant_config
-    scale = quant.a1_gscale if quant.quant_dtype == "nvfp4" else quant.a1_scale
     return Quantization(
         dtype=quant.quant_dtype,
         block_shape=None if quant.block_shape is None else tuple(quant.block_shape),
         per_token=quant.per_act_token_quant,
-        static=scale is not None,
+        static=_scale_of(quant) is not None,
         deferred=fused_experts.expects_unquantized_inputs,
         e8m0=is_deep_gemm_e8m0_used(),
         transposed=quant.is_scale_transposed,
     )
 
 
+def _scale_of(quant: Any) -> Any:
+    """Return the scale of the input that is known beforehand, or None."""
+    return quant.a1_gscale if quant.quant_dtype == "nvfp4" else quant.a1_scale
+
+
 def _quantize(rows: Tensor, quant: Any, *, swizzled: bool = False) -> tuple[Tensor, Tensor | None]:
     """Quantise rows as vLLM would on one rank."""
     made: tuple[Tensor, Tensor | None] = moe_kernel_quantize_input(
         rows,
-        quant.a1_gscale if quant.quant_dtype == "nvfp4" else quant.a1_scale,
+        _scale_of(quant),
         quant_dtype=quant.quant_dtype,
         per_act_token_quant=quant.per_act_token_quant,
         block_shape=quant.block_shape,

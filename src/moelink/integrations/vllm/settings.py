@@ -9,22 +9,16 @@ import torch
 
 from moelink.env import VLLM
 from moelink.errors import UnsupportedError
-from moelink.integrations.shared import SharedCommunicators
-from moelink.integrations.switch import Settings
+from moelink.integrations.settings import Settings, SharedCommunicators
 
 COMMUNICATORS = SharedCommunicators()
-"""Those of all layers in this process: layers of the same size on the same ranks share one."""
+close = COMMUNICATORS.close
 
 BACKEND = "allgather_reducescatter"
 """The ``--all2all-backend`` in whose place moelink works: vLLM's default, which brings no library of its own."""
 
 PLAIN = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """By dtype of the activations, the format that carries them exactly."""
-
-
-def close() -> None:
-    """Close the communicators of all layers in this process. Collective."""
-    COMMUNICATORS.close()
 
 
 @dataclass(frozen=True)
