@@ -21,9 +21,9 @@ from rich.console import Console
 from moelink.control.probe import TOKEN_BYTES, ProbeServer
 from moelink.tools.cli.doctor import doctor_view, to_document
 from moelink.tools.doctor import Examination, diagnose
-from moelink.tools.doctor.answers import LONGEST_TEXT, address, read
-from moelink.tools.doctor.board import Board
+from moelink.tools.doctor.board import LONGEST_TEXT, WORDS, Board, address
 from moelink.tools.doctor.facts import facts_of
+from moelink.tools.documents import take
 
 TITLE, BELL = "\x1b]0;owned\x07", "\x07"
 """What sets the title of a terminal, and what rings it."""
@@ -134,7 +134,7 @@ def test_whatever_is_written_is_read_or_the_writer_is_odd(answer: bytes) -> None
 
 
 def test_long_texts_are_cut() -> None:
-    assert read("x" * 10_000, str) == "x" * LONGEST_TEXT
+    assert take("x" * 10_000, WORDS) == "x" * LONGEST_TEXT
 
 
 class StoppedStore:

@@ -1,20 +1,21 @@
-"""Files that somebody else may have written: read within bounds, and held against a form before anything uses them.
+"""JSON from strangers, in files and from peers: read within bounds, and held against a form before anything uses it.
 
-A *form* says what a value has to be: a :class:`Kind` for text and numbers, ``Maybe(form)`` for that or null, ``[form]``
-for a list of one or more, and a dict for an object::
+A *form* is a :class:`Kind` for a text or a number, ``Maybe(form)`` for a value or null, ``[form]`` for a list of one or
+more (``[form, ...]``: also an empty one), a tuple for the first form that fits, and a dict for an object::
 
     {"machine": TEXT, "commit?": Maybe(TEXT), "cases": [{"tokens": SIZE}], "parts": {"*": {"median": US}}}
 
-has "machine", "cases" and "parts", may have "commit", and the fields of "parts" are all alike. An object may have other
-fields, which nobody then reads. Text is short and printable, so that no terminal is told what to do.
-Numbers are finite and of a size that can be meant, so that no small file takes minutes or gigabytes.
+has "machine", "cases" and "parts", may have "commit", and all fields of "parts" have one form. (A kind as the key is
+the kind of all names; "*" is TEXT.) An object may have other fields, which are not read. Text is short and printable,
+so that it cannot control a terminal. Numbers are finite and bounded, so that no small file takes minutes or gigabytes.
 """
 
 from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ MOST_DIGITS, MOST_LETTERS = 20, 200
 
 @dataclass(frozen=True)
 class Kind:
-    """One value: what messages call it, and whether a value is one."""
+    """One value: its name in messages, its test, and its conversion (None: none; raises ValueError)."""
 
     expected: str
     accepts: Callable[[Any], bool]
+    take: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,18 @@ def check(value: object, form: Any, name: str, expected: str = "", file: str = "
     """Hold a value against its form; messages call it ``name``, and a document as :func:`read`, with its ``file``.
 
     Raises:
-        ConfigError: something in it has another form. The message says what and where.
+        ConfigError: the value has another form. The message says what and where.
     """
-    for what, at, got in _faults(value, form, ""):
+    try:
+        take(value, form)
+    except FormError as error:
+        what, at, got = error.args
         place = f"{expected}, with {what}{f' as {at}' * bool(at)}" if file else what
-        raise ConfigError(name, place, f"{reprlib.repr(got)} in {file}" if file else got)
+        raise ConfigError(name, place, f"{reprlib.repr(got)} in {file}" if file else got) from None
+
+
+class FormError(ValueError):
+    """A value of another form: (the expected value, its place, the value)."""
 
 
 class _Absent:
@@ -116,28 +125,38 @@ class _Absent:
         return "nothing"
 
 
-def _faults(value: Any, form: Any, at: str) -> Iterator[tuple[str, str, object]]:
-    """Yield (what was expected, where, what came) for all that has another form."""
+def take(value: Any, form: Any, at: str = "") -> Any:
+    """Return the part of ``value`` that ``form`` names, each value as its kind takes it.
+
+    Raises:
+        FormError: the first place, from ``at`` on, that has another form.
+        ValueError: the kind of a value cannot take it.
+    """
     if isinstance(form, Maybe):
-        if value is not None:
-            yield from _faults(value, form.form, at)
-    elif isinstance(form, Kind):
+        return None if value is None else take(value, form.form, at)
+    if isinstance(form, Kind):
         if not form.accepts(value):
-            yield form.expected, at, value
-    elif isinstance(form, list):
-        if not isinstance(value, list) or not value:
-            yield "a list of one or more", at, value
-            return
-        for index, entry in enumerate(value):
-            yield from _faults(entry, form[0], f"{at}[{index}]")
-    elif not isinstance(value, dict):
-        yield "an object", at, value
-    else:
-        for key, inner in form.items():
-            if key == "*":
-                for name, entry in value.items():
-                    yield from _faults(name, TEXT, f"a name in {at}")
-                    yield from _faults(entry, inner, f"{at}.{name}".lstrip("."))
-            elif not key.endswith("?") or key[:-1] in value:
-                plain = key.removesuffix("?")
-                yield from _faults(value.get(plain, _Absent()), inner, f"{at}.{plain}".lstrip("."))
+            raise FormError(form.expected, at, value)
+        return value if form.take is None else form.take(value)
+    if isinstance(form, tuple):
+        for one in form[:-1]:
+            with suppress(FormError):
+                return take(value, one, at)
+        return take(value, form[-1], at)
+    if isinstance(form, list):
+        if not isinstance(value, list) or (len(form) == 1 and not value):
+            raise FormError("a list of one or more" if len(form) == 1 else "a list", at, value)
+        return [take(entry, form[0], f"{at}[{index}]") for index, entry in enumerate(value)]
+    if not isinstance(value, dict):
+        raise FormError("an object", at, value)
+    found: dict[Any, Any] = {}
+    for key, inner in form.items():
+        kind = TEXT if key == "*" else key
+        if isinstance(kind, Kind):
+            for name, entry in value.items():
+                known = take(name, kind, f"a name in {at}")
+                found[known] = take(entry, inner, f"{at}.{name}".lstrip("."))
+        elif not key.endswith("?") or key[:-1] in value:
+            plain = key.removesuffix("?")
+            found[plain] = take(value.get(plain, _Absent()), inner, f"{at}.{plain}".lstrip("."))
+    return found

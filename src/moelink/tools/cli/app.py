@@ -17,8 +17,17 @@ from rich.text import Text
 
 from moelink.errors import MoelinkError, UnsupportedError
 from moelink.testing import RankFailedError, RankHungError
-from moelink.tools.cli.choices import Device, Transport
-from moelink.tools.cli.console import bar, drawing, make_console, progress_on_stderr, quantity, table, to_json
+from moelink.tools.cli.console import (
+    Device,
+    Transport,
+    bar,
+    drawing,
+    make_console,
+    progress_on_stderr,
+    quantity,
+    table,
+    to_json,
+)
 from moelink.tools.cli.doctor import doctor
 from moelink.tools.cli.environment import env
 from moelink.tools.cli.plan import plan_app

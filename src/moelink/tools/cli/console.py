@@ -1,4 +1,4 @@
-"""What all commands share: consoles and tables, progress on stderr, files that they write."""
+"""Parts of all commands: choices of options, consoles and tables, progress on stderr, output files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -21,6 +23,29 @@ PLAIN_WIDTH = 120
 
 BAR = 40
 """Columns of the longest bar."""
+
+
+class Transport(str, Enum):
+    """Choices of --transport."""
+
+    auto = "auto"
+    collective = "collective"
+    symmetric = "symmetric"
+
+
+class Device(str, Enum):
+    """Choices of --device."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+    @property
+    def kind(self) -> str:
+        """The kind of device; of auto, "cuda" if there is a device."""
+        if self is Device.auto:
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return str(self.value)
 
 
 def make_console(*, stderr: bool = False) -> Console:

@@ -13,8 +13,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moelink.tools.cli.choices import Device, Transport
 from moelink.tools.cli.console import (
+    Device,
+    Transport,
     check_writable,
     make_console,
     progress_on_stderr,

@@ -9,8 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-from moelink.tools.cli.choices import Device
-from moelink.tools.cli.console import check_writable, drawing, progress_on_stderr
+from moelink.tools.cli.console import Device, check_writable, drawing, progress_on_stderr
 from moelink.tools.trace import TraceConfig, run_trace
 from moelink.tracing.trace import write
 

@@ -1,26 +1,69 @@
 """Let ranks share their findings over a store, in bounded time, even if a rank is missing or stopped.
 
-An examination cannot rely on what it examines. A process group hangs where a port is closed; a store needs one
-connection from each rank to its host, and its calls do not return while the host is stopped. So they are made in a
-thread that can be left behind. Values are JSON, and are taken only in the form that is expected (:mod:`.answers`).
+An examination cannot rely on its subject. A process group hangs if a port is closed. A store needs one connection from
+each rank to its host, and its calls do not return while the host is stopped. So a thread makes them, which can be left
+behind. The store has no password: a stranger who reaches its port can write there, and ranks of another version write
+other fields. So a rank takes an answer only in the form of this version, and makes its text printable.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from moelink.control.probe import Address
 from moelink.control.stores import BoundedError, bounded, peek
-from moelink.tools.doctor.answers import FORMS, read
+from moelink.tools.documents import FLAG, Kind, Maybe, number, take
 
+LONGEST_TEXT = 2000
+"""Characters of a text in an answer; the rest is cut off."""
 _PAUSE_SECONDS = 0.01
 _GRACE_SECONDS = 0.5
 """How long after a wait is over its last call of the store may take."""
 _MOST_BYTES = 1 << 20
 """Of an answer."""
+
+
+def printable(text: str) -> str:
+    """Return ``text``, cut to LONGEST_TEXT, with a question mark for each character that a terminal may act on."""
+    return "".join(each if each.isprintable() else "?" for each in text[:LONGEST_TEXT])
+
+
+def address(text: str) -> Address:
+    """Read the address of a probe server from its hexadecimal text. Raises ValueError."""
+    return Address.decode(bytes.fromhex(printable(text)))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+WORDS = Kind("a text", _is_text, printable)
+NUMBER = number("a number", -1e18, 1e18)
+"""Bytes, seconds and rates are within these bounds."""
+RANK = Kind("the number of a rank", lambda value: isinstance(value, (int, str)), int)
+FORMS: Mapping[str, Any] = {
+    "facts": {
+        "versions": {WORDS: Maybe(WORDS)}, "host": WORDS, "time?": NUMBER, "nvshmem": FLAG, "network": [WORDS, ...],
+        "variables?": {WORDS: WORDS},
+        "device": {
+            "kind": WORDS, "name": WORDS, "free": NUMBER, "total": NUMBER, "driver": {WORDS: WORDS},
+            "nvlinked?": [NUMBER, ...],
+        },
+    },
+    "times": NUMBER,
+    "addresses": Kind("an address", _is_text, address),
+    "reached": {RANK: WORDS},
+    "mesh": WORDS,
+    "pairs": Maybe((WORDS, {"latency_us": NUMBER, "gb_per_s": NUMBER})),
+    "seconds": NUMBER,
+    "formats": {WORDS: WORDS},
+    "done": FLAG,
+}  # fmt: skip
+"""The form of each step's answer. A rank that is in no pair answers None."""
 
 
 class Board:
@@ -46,7 +89,7 @@ class Board:
 
         Args:
             step: name of the exchange; each name is used once. Its first word is one of
-                :data:`moelink.tools.doctor.answers.FORMS`.
+                :data:`FORMS`.
             value: of this rank, of that form.
             seconds: how long to wait for the others; None until the deadline.
 
@@ -90,7 +133,7 @@ class Board:
         try:
             if len(text) > _MOST_BYTES:
                 raise ValueError(f"expected at most {_MOST_BYTES} bytes, got {len(text)}")
-            return read(json.loads(text), FORMS[step.split()[0]])
+            return take(json.loads(text), FORMS[step.split()[0]])
         except (ValueError, RecursionError):  # no JSON, no UTF-8, numbers of many digits, or nested too deep
             self.odd.setdefault(rank, step)
             return None

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moelink.tools.doctor.answers import FORMS, read
+from moelink.tools.doctor.board import FORMS
 from moelink.tools.doctor.pairs import Pair, link_of, nominal_gb_per_s
+from moelink.tools.documents import Maybe, take
 
 SHARE_OF_NOMINAL = 0.4
 SHARE_OF_MEDIAN = 0.25
@@ -41,8 +42,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Examination:
-    """The findings of all ranks. An entry is None if its rank said nothing in time, or if it has another form than
-    :mod:`moelink.tools.doctor.answers` has.
+    """The findings of all ranks. An entry is None if its rank did not answer in time, or in another form than
+    :data:`moelink.tools.doctor.board.FORMS`.
 
     Attributes:
         facts: of :func:`moelink.tools.doctor.facts.facts_of`.
@@ -65,13 +66,13 @@ class Examination:
     odd: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Take entries of the right form only: all that is said and shown of an examination relies on it."""
+        """Take entries of the right form only: the diagnosis and all output rely on it."""
         odd = dict(self.odd)
         for step in ("facts", "times", "reached", "mesh", "formats"):
             taken: list[Any] = []
             for rank, each in enumerate(getattr(self, step)):
                 try:
-                    taken.append(read(each, (FORMS[step], None)))
+                    taken.append(take(each, Maybe(FORMS[step])))
                 except ValueError:
                     taken.append(None)
                     odd.setdefault(rank, step)
