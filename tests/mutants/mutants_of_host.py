@@ -441,7 +441,7 @@ CONTROL = (
 )
 
 TRUST = (
-    Mutant("what peers say is unpickled", "integrations/transformers/agreement.py",
+    Mutant("what peers say is unpickled", "integrations/transformers/ranks.py",
            "        told = gather_values(", "        import torch.distributed as dist\n        dist.all_gather_object(told := [None], problem)\n        told = gather_values(",
            "control/test_trust.py::test_nothing_in_the_package_unpickles_what_a_peer_or_a_file_holds"),
     Mutant("a routing file may hold a pickle", "tools/plan/routing.py",
@@ -456,7 +456,7 @@ TRUST = (
 )
 
 TRANSFORMERS = (
-    Mutant("a rank reads the experts of another", "integrations/transformers/conversion.py",
+    Mutant("a rank reads the experts of another", "integrations/transformers/loading.py",
            "return self.first <= expert <", "return not self.first <= expert <",
            "integrations/transformers/test_transformers_families.py::test_families_on_two_ranks_and_the_table_of_the_page"),
     Mutant("the norm's gradient stays a share", "integrations/transformers/experts.py",
@@ -486,10 +486,10 @@ QUANTIZED = (
     Mutant("weights are quantised by rows of 128 alone", "nn/block_quantized.py",
            "amax(blocks.flatten(2))", "amax(blocks[:, :, 0])",
            "rows/test_quantized_experts.py::test_weights_have_a_scale_a_block"),
-    Mutant("experts in fp8 let gradients pass by", "nn/quantized_experts.py",
+    Mutant("experts in fp8 let gradients pass by", "nn/placed_experts.py",
            "if torch.is_grad_enabled() and", "if False and",
            "rows/test_quantized_experts.py::test_gradients_are_refused_before_anything_travels"),
-    Mutant("rows that do not exist belong to the last group", "nn/expert_backends.py",
+    Mutant("rows that do not exist belong to the last group", "nn/experts.py",
            "return group.where(row < row_offsets[-1], -1)", "return group",
            "rows/test_quantized_experts.py::test_rows_that_do_not_exist_belong_to_no_group"),
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import moelink
 from moelink.nn import Balancer, MoE, Placement
-from moelink.nn.moe import Experts
+from moelink.nn.placed_experts import Experts
 from moelink.nn.router import Router
 from tests.support.simulated_groups import AT_ONCE, PATIENCE, Fault, OddError, Rank, Ranks
 from tests.support.simulated_ranks import here

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import moelink
 from moelink.nn import experts
-from moelink.nn.experts import dequantized, grouped_experts, grouped_matmul
+from moelink.nn.experts import grouped_experts, grouped_matmul
+from moelink.rows.dequantize import dequantized
 
 OFFSETS = torch.tensor([0, 3, 3, 9, 10], dtype=torch.int32)
 ROWS, HIDDEN, INTER = 13, 16, 8

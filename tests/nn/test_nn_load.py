@@ -12,7 +12,7 @@ import torch
 
 import moelink
 from moelink.nn import LoadMeter, MoE, load_report, save_load
-from moelink.nn.report import combine_reports
+from moelink.nn.load import combine_reports
 
 FIELDS: dict[str, Any] = {
     "num_experts": 5, "topk": 2, "hidden_size": 8, "max_tokens_per_rank": 16, "dispatch_format": "fp32",

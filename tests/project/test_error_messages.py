@@ -18,7 +18,7 @@ from pathlib import Path
 import moelink
 import moelink_bench
 from moelink import errors
-from moelink.integrations.transformers.errors import CheckpointError
+from moelink.integrations.transformers.checkpoint import CheckpointError
 
 ROOTS = [Path(package.__file__).parent for package in (moelink, moelink_bench)]
 NOT_WALKED = ("moelink_bench/contenders.py", "moelink_bench/peers.py", "moelink_bench/layer/contenders.py")

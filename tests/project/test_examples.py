@@ -88,7 +88,7 @@ def test_training_on_several_ranks_is_training_on_one(tmp_path: Path, ranks: int
     for load in loads:
         assert [len(layer["steps"]) for layer in load["layers"]] == [16, 16]
     assert sum(sum(load["layers"][0]["tokens_per_expert"]) for load in loads) == 16 * 8 * 48 * 2
-    from moelink.nn.report import combine_reports
+    from moelink.nn.load import combine_reports
     from moelink.tools.plots.maps import draw_load
 
     draw_load(combine_reports(loads), tmp_path / "load.png", layer="blocks.0.moe")

@@ -20,6 +20,7 @@ from moelink.activation import Clamp
 from moelink.nn import MoE, QuantizedExperts, dequantize_weight, grouped_fp8, local_state_dict, merge_state_dicts
 from moelink.nn import expert_backends as backends
 from moelink.nn.block_quantized import BlockQuantized, quantize_weight
+from moelink.nn.experts import group_of_rows
 from moelink.nn.placement import Placement
 from moelink.rows.grouped_fp8 import INTERPRETED, Settings, launch, tile_in_group
 from moelink.testing import run_ranks
@@ -359,7 +360,7 @@ def test_libraries_get_rows_as_dispatch_lays_them_out(monkeypatch: pytest.Monkey
 
 
 def test_rows_that_do_not_exist_belong_to_no_group() -> None:
-    assert backends.group_of_rows(torch.tensor([0, 2, 2, 3]), 4).tolist() == [0, 0, 2, -1]
+    assert group_of_rows(torch.tensor([0, 2, 2, 3]), 4).tolist() == [0, 0, 2, -1]
 
 
 def test_the_choice_of_auto_is_logged(caplog: pytest.LogCaptureFixture) -> None:

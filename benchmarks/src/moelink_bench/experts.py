@@ -51,8 +51,8 @@ from moelink.nn.block_quantized import (
     multiply_by_group,
     quantize_weight,
 )
-from moelink.nn.expert_backends import PIP, group_of_rows, multiply, what_library_lacks
-from moelink.nn.experts import grouped_matmul
+from moelink.nn.expert_backends import PIP, multiply, what_library_lacks
+from moelink.nn.experts import group_of_rows, grouped_matmul
 from moelink.rows.gated import gated_activation
 from moelink.tools.results import sizes_of
 from moelink_bench.document import device_names

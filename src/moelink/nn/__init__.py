@@ -1,32 +1,32 @@
 """Mixture-of-Experts layers on moelink, as ``torch.nn`` modules. ``docs/moe-layer.md`` shows their use.
 
-=============  ========================================================================================================
-``moe``        the layer                            ``experts``   grouped matrix products over received rows
-``router``     which experts, with which weights    ``mlp``       the dense block, for shared experts
-``load``       tokens per expert and rank           ``report``    them as JSON      ``plots``    them as a picture
-``placement``  which expert is where, by load   ``balance``   moving experts between ranks
-``owned``      which parts of a model are a rank's alone, for DistributedDataParallel and others
-``parallel``   gradients and state_dicts of models  ``initial``   first weights, the same on any number of ranks
-``checkpoint``  models and optimizers for torch.distributed.checkpoint
-``plain_state``  values of a state_dict that it would lose, and that refuse
-``quantized_experts``, ``block_quantized``          experts in fp8; their weights and products
-``expert_backends``                                 what multiplies rows that travelled in fp8
-=============  ========================================================================================================
+===================  ==================================================================================================
+``moe``              the layer, and its load as JSON
+``router``           the experts of each token, and their weights
+``placed_experts``   the experts of a rank, in the layer's dtype and in fp8
+``experts``          grouped matrix products over received rows; the dense block, for shared experts
+``block_quantized``  weights in fp8 and their product; ``expert_backends`` chooses what multiplies
+``load``             tokens per expert and rank
+``placement``        experts on ranks, by load; ``balance`` moves them
+``owned``            the parts of a model that one rank alone has, for DistributedDataParallel and others
+``parallel``         gradients and state_dicts of models
+``checkpoint``       models and optimizers for torch.distributed.checkpoint
+``parameters``       first weights, the same on any number of ranks; buffers that casts leave alone
+===================  ==================================================================================================
 """
 
 from moelink.nn.balance import Balancer, LayerBalance
 from moelink.nn.block_quantized import BlockQuantized, dequantize_weight, grouped_fp8, quantize_weight
 from moelink.nn.checkpoint import TrainingState
-from moelink.nn.experts import dequantized, grouped_experts
+from moelink.nn.experts import GatedMLP, grouped_experts
 from moelink.nn.load import LoadMeter, LoadStats
-from moelink.nn.mlp import GatedMLP
-from moelink.nn.moe import Experts, MoE
+from moelink.nn.moe import MoE, load_report, save_load
 from moelink.nn.owned import fully_shard, mark_experts
 from moelink.nn.parallel import all_reduce_gradients, clip_grad_norm_, local_state_dict, merge_state_dicts
+from moelink.nn.placed_experts import Experts, QuantizedExperts
 from moelink.nn.placement import Placement, place_experts
-from moelink.nn.quantized_experts import QuantizedExperts
-from moelink.nn.report import load_report, save_load
 from moelink.nn.router import Router, RouterConfig, Routing, route
+from moelink.rows.dequantize import dequantized
 
 __all__ = [
     "Balancer",

@@ -38,9 +38,8 @@ from moelink.communicator import end_outside_calls, peers_of, require_running
 from moelink.control.exchange import all_reduce, all_to_all
 from moelink.control.values import gather_values
 from moelink.errors import ArgumentError, ConfigMismatchError, PeerAbortedError, PeerTimeoutError, StateError
-from moelink.nn.moe import Experts, MoE
+from moelink.nn.moe import MoE
 from moelink.nn.placement import Placement, place_experts
-from moelink.nn.quantized_experts import QuantizedExperts
 from moelink.routing import ExpertMap
 
 T = TypeVar("T")
@@ -381,8 +380,7 @@ def order_moves(old: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _placement(layer: MoE) -> Placement:
-    experts: Experts | QuantizedExperts = layer.experts
-    return experts.placement
+    return layer.experts.placement
 
 
 def _expert_bytes(layer: MoE) -> int:

@@ -1,15 +1,19 @@
 """Save models and optimizers with :mod:`torch.distributed.checkpoint`, and load them on another number of ranks.
 
-``torch.distributed.checkpoint`` takes plain tensors of one name for the same on all ranks, and keeps those of one rank.
+``torch.distributed.checkpoint`` takes plain tensors of one name for equal on all ranks, and keeps those of one rank.
 Experts have one name and differ. So :class:`TrainingState` gives them as DTensors: each is one tensor of all experts,
-of which this rank has some. A checkpoint then holds ``[num_experts, ...]`` under each name, as a model on one rank has
-it. It can be loaded on any number of ranks that divides the experts, and by a model that is not parallel.
+of which this rank has some. A checkpoint then holds ``[num_experts, ...]`` under each name, like a model on one rank.
+Any number of ranks that divides the experts can load it, and so can a model that is not parallel.
+
+A layer has no part in such a call, so its plain ``state_dict`` gives experts as :class:`OneRanksExperts`, which refuse
+``save`` and ``load``. In all else these are plain tensors, and so are results, pickles and loaded values of them.
+``async_save`` does not ask them, because it copies values to plain tensors first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +26,9 @@ from moelink.nn.owned import OwnedTensor, owned_tensors
 
 _SHARED = ".fused_shared"
 """Ends the name under which the rows of a fused shared expert are saved."""
+_COPIES = {Tensor.detach, Tensor.clone, Tensor.cpu, Tensor.cuda, Tensor.to}
+"""Copies of experts in a plain state_dict, which refuse too. A parameter can only be made from a class whose ``detach``
+keeps it."""
 _WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and ``torch.compile`` give to names; names in checkpoints have none."""
 
@@ -152,3 +159,67 @@ def _refuse(name: str, each: OwnedTensor) -> None:
             f"{name}: expected {each.owner.num_groups} groups as the first dimension of a tensor of experts, got shape "
             f"{list(each.tensor.shape)}, which is another on every rank; use torch.save for it, by rank"
         )
+
+
+class OneRanksExperts(Tensor):
+    """This rank's experts, in a plain ``state_dict``. ``torch.distributed.checkpoint`` calls two methods of it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            return result.as_subclass(cls) if func in _COPIES else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        made = memo[id(self)] = _as_plain(self).clone().as_subclass(type(self))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _as_plain(self).__reduce_ex__(protocol)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return str(_as_plain(self).__repr__(**options))
+
+    def __create_write_items__(self, name: str, value: object) -> NoReturn:
+        """Refuse to be saved."""
+        _refuse_plain(name)
+
+    def __create_chunk_list__(self) -> NoReturn:
+        """Refuse to be loaded into."""
+        _refuse_plain("state_dict")
+
+
+def refuse_plain_checkpoints(module: torch.nn.Module) -> None:
+    """Make the ``state_dict`` of ``module``, which is marked, give what is one rank's as :class:`OneRanksExperts`."""
+    module.register_state_dict_post_hook(_mark)
+    module.register_load_state_dict_pre_hook(_unmark)
+
+
+def _mark(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name in _names(module, prefix):
+        if type(state.get(name)) is Tensor:  # not a parameter, which state_dict(keep_vars=True) gives itself
+            state[name] = state[name].as_subclass(OneRanksExperts)
+
+
+def _unmark(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in _names(module, prefix):
+        if isinstance(state.get(name), OneRanksExperts):  # load_state_dict(assign=True) would keep its class
+            state[name] = _as_plain(state[name])
+
+
+def _names(module: torch.nn.Module, prefix: str) -> list[str]:
+    return [prefix + each.name for each in owned_tensors(module) if each.owner.world_size > 1]
+
+
+def _as_plain(value: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(Tensor)
+
+
+def _refuse_plain(name: str) -> NoReturn:
+    raise UnsupportedError(
+        f"{name}: expected experts of all ranks for torch.distributed.checkpoint, got a plain state_dict, of which it "
+        "would keep one rank's experts; pass moelink.nn.TrainingState(model, optimizer) in its place"
+    )

@@ -176,14 +176,3 @@ def _by_flashinfer(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: B
         codes, weight.codes, scales, weight_scales, row_offsets, scale_granularity_mnk=(1, BLOCK, BLOCK),
         scale_major_mode="MN", out=out, out_dtype=out.dtype,
     )  # fmt: skip
-
-
-def group_of_rows(row_offsets: Tensor, rows: int) -> Tensor:
-    """[rows] int32: the group of each row, -1 for rows that do not exist.
-
-    >>> group_of_rows(torch.tensor([0, 2, 2, 3]), 4).tolist()
-    [0, 0, 2, -1]
-    """
-    row = torch.arange(rows, dtype=row_offsets.dtype, device=row_offsets.device)
-    group = torch.searchsorted(row_offsets[1:].contiguous(), row, right=True, out_int32=True)
-    return group.where(row < row_offsets[-1], -1)

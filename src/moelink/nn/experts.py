@@ -1,12 +1,12 @@
-"""Feed-forward experts over the rows that dispatch returns: two grouped matrix products and a gated activation.
+"""Feed-forward blocks: of experts over received rows, by grouped matrix products; and dense, for shared experts.
 
 Legend: ``R`` rows, ``H`` hidden_size, ``I`` intermediate_size, ``G`` groups. ``row_offsets`` [G + 1] int32 are
 exclusive starts; group g is rows ``row_offsets[g]`` to ``row_offsets[g + 1]``; rows from ``row_offsets[-1]`` on are
 undefined, in and out.
 
-``torch._grouped_mm`` is used where it runs (:func:`has_grouped_mm`), else a plain loop over groups. Rows of quantised
-formats become numbers first (:func:`dequantized`): torch has no grouped product that takes rows with the scales of
-``fp8_block128``, and those it has for other formats need weights quantised as well.
+``torch._grouped_mm`` is used if it runs (:func:`has_grouped_mm`), else a plain loop over groups. Rows of quantised
+formats become numbers first (:func:`dequantized`): torch has no grouped product for rows with the scales of
+``fp8_block128``, and its products for other formats need quantised weights.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, UnsupportedError
-from moelink.rows.dequantize import dequantized
+from moelink.nn.parameters import SHARED, draw
 from moelink.rows.gated import gated_activation
 from moelink.rows.scale_rows import looks_for_nan
-
-__all__ = ["Activation", "dequantized", "grouped_experts", "grouped_matmul", "has_grouped_mm"]
 
 Activation = Callable[[Tensor], Tensor]
 """A function of each element, such as ``torch.nn.functional.silu``."""
@@ -92,6 +90,17 @@ def grouped_matmul(rows: Tensor, row_offsets: Tensor, weight: Tensor) -> Tensor:
         out = torch._grouped_mm(rows.contiguous(), weight.transpose(1, 2), offs=row_offsets[1:])
         return _ContiguousGrad.apply(out)  # type: ignore[no-any-return, no-untyped-call]
     return torch.ops.moelink.matmul_by_group(rows, row_offsets, weight)  # type: ignore[no-any-return]
+
+
+def group_of_rows(row_offsets: Tensor, rows: int) -> Tensor:
+    """[rows] int32: the group of each row, -1 for rows that do not exist.
+
+    >>> group_of_rows(torch.tensor([0, 2, 2, 3]), 4).tolist()
+    [0, 0, 2, -1]
+    """
+    row = torch.arange(rows, dtype=row_offsets.dtype, device=row_offsets.device)
+    group = torch.searchsorted(row_offsets[1:].contiguous(), row, right=True, out_int32=True)
+    return group.where(row < row_offsets[-1], -1)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -171,6 +180,48 @@ class _ZeroGradWithoutRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (row_offsets,) = ctx.saved_tensors
         return grad.where((row_offsets[1:] > row_offsets[:-1])[:, None, None], 0), None
+
+
+class GatedMLP(torch.nn.Module):
+    """``down (activation(gate x) * (up x))`` with ``[gate | up] = gate_up_proj``; no biases.
+
+    Args:
+        hidden_size, intermediate_size: sizes of a token and of what is between the two products.
+        activation: what is applied to the gate.
+        seed: of :meth:`reset_parameters`.
+        device, dtype: of the parameters.
+
+    Attributes:
+        gate_up_proj: [2 * intermediate_size, hidden_size], rows of gate before rows of up.
+        down_proj: [hidden_size, intermediate_size].
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Activation = torch.nn.functional.silu,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation, self.seed = activation, seed
+        new = {"device": device, "dtype": dtype}
+        self.gate_up_proj = torch.nn.Parameter(torch.empty(2 * intermediate_size, hidden_size, **new))  # type: ignore[arg-type]
+        self.down_proj = torch.nn.Parameter(torch.empty(hidden_size, intermediate_size, **new))  # type: ignore[arg-type]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The weights that ``seed`` gives, on any number of ranks."""
+        draw(self.gate_up_proj, seed=self.seed, stream=SHARED)
+        draw(self.down_proj, seed=self.seed, stream=SHARED + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] to the same."""
+        gate, up = torch.nn.functional.linear(x, self.gate_up_proj).chunk(2, dim=-1)
+        return torch.nn.functional.linear(self.activation(gate) * up, self.down_proj)
 
 
 # --- the plain loop: operators, so that a compiler need not follow sizes that only the host knows ---------------------

@@ -1,20 +1,27 @@
-"""How evenly tokens spread over experts and ranks: counted on the device, fetched when somebody asks.
+"""The load of experts and ranks: counted on the device, fetched on demand; reports of several ranks put together.
 
-A step is whatever lies between two calls of :meth:`LoadMeter.next_step`. Counting and advancing are a few small
-operations on the device: they synchronise nothing, compile, and may be captured in a CUDA graph, whose replays count.
+Calls of :meth:`LoadMeter.next_step` divide time into steps. Counting and advancing are a few small operations on the
+device: they synchronise nothing, compile, and may be captured in a CUDA graph, whose replays count.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moelink.errors import ConfigError
-from moelink.nn.kept import KeepsBuffers
+from moelink.errors import ArgumentError, ConfigError
 from moelink.nn.owned import Ownership
+from moelink.nn.parameters import KeepsBuffers
 from moelink.routing import ExpertMap
+
+KIND = "expert_load"
+SCHEMA_VERSION = 1
+"""Of reports, the JSON of :func:`moelink.nn.load_report`."""
 
 
 @dataclass(frozen=True)
@@ -131,3 +138,62 @@ class LoadMeter(KeepsBuffers):
             tokens_per_expert=tuple(self.total.tolist()),
             steps=tuple(tuple(rows[number % kept]) for number in range(first, step + 1)), first_step=first,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """One layer's load as far as the given reports tell.
+
+    Attributes:
+        name: of the module in its model.
+        ranks: ranks whose tokens are counted.
+        stats: their sum (of replicated tokens: one rank's, as all count the same).
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    stats: LoadStats
+
+
+def combine_reports(documents: Sequence[dict[str, Any]]) -> list[LayerLoad]:
+    """Put the reports of different ranks of one run together, layer by layer.
+
+    Raises:
+        ArgumentError: one is no such report, a rank comes twice, or layers, sizes or steps differ.
+    """
+    for document in documents:
+        if document.get("kind") != KIND or document.get("schema_version") != SCHEMA_VERSION:
+            got = f"kind {document.get('kind')!r}, schema_version {document.get('schema_version')!r}"
+            raise ArgumentError("documents", f"JSON of moelink.nn.save_load, schema_version {SCHEMA_VERSION}", got)
+    names = [[layer["name"] for layer in document["layers"]] for document in documents]
+    if not names or not names[0] or any(other != names[0] for other in names):
+        raise ArgumentError("documents", "reports of the same layers, one at least", names)
+    return [
+        _sum(name, [_stats(document["layers"][index]) for document in documents]) for index, name in enumerate(names[0])
+    ]
+
+
+def _stats(layer: dict[str, Any]) -> LoadStats:
+    fields = {field.name: layer[field.name] for field in dataclasses.fields(LoadStats)}
+    tokens, steps = tuple(layer["tokens_per_expert"]), tuple(tuple(step) for step in layer["steps"])
+    if any(len(step) != len(tokens) for step in steps):
+        raise ArgumentError("documents", f"{layer['name']}: steps of {len(tokens)} experts", sorted({*map(len, steps)}))
+    return LoadStats(**{**fields, "tokens_per_expert": tokens, "steps": steps})
+
+
+def _sum(name: str, parts: list[LoadStats]) -> LayerLoad:
+    shapes = {(p.world_size, p.replicated, len(p.tokens_per_expert), len(p.steps), p.first_step): p.rank for p in parts}
+    ranks = tuple(sorted(p.rank for p in parts))
+    if len(shapes) > 1:
+        raise ArgumentError("documents", f"{name}: reports of one run, after the same steps", f"{list(shapes)}")
+    if len(set(ranks)) < len(ranks):
+        raise ArgumentError("documents", f"{name}: a report of each rank once", f"ranks {list(ranks)}")
+    counted = parts[:1] if parts[0].replicated else parts
+    total = _add([p.tokens_per_expert for p in counted])
+    steps = tuple(_add(rows) for rows in zip(*(p.steps for p in counted), strict=True))
+    stats = dataclasses.replace(parts[0], rank=ranks[0], tokens_per_expert=total, steps=steps)
+    return LayerLoad(name=name, ranks=ranks, stats=stats)
+
+
+def _add(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sum(column) for column in zip(*rows, strict=True))

@@ -7,8 +7,11 @@ every rank has them whole; of the experts a rank has its own only.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,114 +21,17 @@ from moelink.communicator import Communicator
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, ConfigError, StateError, UnsupportedError
 from moelink.initialize import init
-from moelink.nn.block_quantized import quantize_weight
 from moelink.nn.expert_backends import ExpertsBackend, choose_backend
-from moelink.nn.experts import Activation, dequantized, grouped_experts, known_max_tokens
-from moelink.nn.initial import EXPERTS, SHARED, draw
-from moelink.nn.kept import KnowsRows
-from moelink.nn.load import LoadMeter, LoadStats
-from moelink.nn.owned import Ownership, Wrapping, ignored_by_ddp, share_of_gradient
+from moelink.nn.experts import Activation, known_max_tokens
+from moelink.nn.load import KIND, SCHEMA_VERSION, LoadMeter, LoadStats
+from moelink.nn.owned import ignored_by_ddp
+from moelink.nn.placed_experts import Experts, QuantizedExperts, refuse_gradients
 from moelink.nn.placement import Placement, PlacementMap
-from moelink.nn.plain_state import refuse_plain_checkpoints
-from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
 from moelink.nn.router import Router, RouterConfig
-from moelink.routing import ExpertMap
+from moelink.rows.dequantize import dequantized
 from moelink.rows.scale_rows import cast_rows
 
 _log = logging.getLogger("moelink")
-
-
-class Experts(KnowsRows):
-    """The gated feed-forward experts of one rank, stacked.
-
-    Args:
-        config: of the communicator: sizes, and which experts this rank owns.
-        intermediate_size: rows of gate, and of up, of each expert.
-        activation: what is applied to the gate.
-        seed: of :meth:`reset_parameters`.
-        placement: which expert each of the communicator's experts holds; None for the same number.
-        device, dtype: of the parameters.
-
-    Attributes:
-        gate_up_proj: [num_groups, 2 * intermediate_size, hidden_size], rows of gate before rows of up.
-        down_proj: [num_groups, hidden_size, intermediate_size].
-        ranks: (rank, world_size) of the communicator.
-        first: id of the first physical expert here; group g is physical expert ``first + g - num_shared``.
-        num_experts: experts of the layer, each counted once.
-        num_shared: 1 if group 0 of both parameters is the fused shared expert, the same on every rank; else 0.
-    """
-
-    stacked = ("gate_up_proj", "down_proj")
-
-    def __init__(
-        self,
-        config: EPConfig,
-        *,
-        intermediate_size: int,
-        activation: Activation = torch.nn.functional.silu,
-        seed: int = 0,
-        placement: Placement | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.activation, self.seed = activation, seed
-        self.placement = placement or Placement.identity(config.num_experts)
-        self.ranks = config.rank, config.world_size
-        self.wrapping, self.row_dtype = Wrapping(), config.combine_dtype
-        self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
-        self.num_shared = int(config.fused_shared_expert)
-        groups, hidden = config.num_groups, config.hidden_size
-        up, down = (groups, 2 * intermediate_size, hidden), (groups, hidden, intermediate_size)
-        self.gate_up_proj = torch.nn.Parameter(torch.empty(up, device=device, dtype=dtype))
-        self.down_proj = torch.nn.Parameter(torch.empty(down, device=device, dtype=dtype))
-        refuse_plain_checkpoints(self)
-        self.reset_parameters()
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of the layer, each counted once."""
-        return self.placement.num_experts
-
-    @property
-    def num_local_experts(self) -> int:
-        """Routed physical experts here."""
-        return self.gate_up_proj.shape[0] - self.num_shared
-
-    @property
-    def ownership(self) -> Ownership:
-        """Which experts are here, for what works on whole models (:mod:`moelink.nn.owned`)."""
-        placed = self.placement.experts
-        return Ownership.of(*self.ranks, self.first, self.num_local_experts, placed, self.num_shared)
-
-    def reset_parameters(self) -> None:
-        """The weights that ``seed`` gives each expert, whichever rank owns it."""
-        for group in range(self.gate_up_proj.shape[0]):
-            place = self.first + group - self.num_shared
-            stream = SHARED if group < self.num_shared else EXPERTS + 2 * self.placement.experts[place]
-            draw(self.gate_up_proj[group], seed=self.seed, stream=stream)
-            draw(self.down_proj[group], seed=self.seed, stream=stream + 1)
-
-    def forward(self, rows: Tensor, row_offsets: Tensor) -> Tensor:
-        """Rows by group, as :func:`moelink.nn.grouped_experts` takes them."""
-        ranks = self.wrapping.ranks()
-        gate_up, down = (share_of_gradient(weight, ranks) for weight in (self.gate_up_proj, self.down_proj))
-        return grouped_experts(rows, row_offsets, gate_up, down, activation=self.activation)
-
-    def quantized(self, backend: str) -> QuantizedExperts:
-        """Experts of these weights in fp8 (:func:`moelink.nn.quantize_weight`), multiplied by ``backend``, one of
-        "triton", "torch", "flashinfer". :meth:`MoE.quantize_experts` checks that it can run."""
-        return QuantizedExperts(
-            quantize_weight(self.gate_up_proj), quantize_weight(self.down_proj), backend=backend,
-            activation=self.activation, experts=(self.first, self.num_shared), placement=self.placement,
-            dtype=self.down_proj.dtype, ranks=self.ranks,
-        )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        groups, hidden, inner = self.down_proj.shape
-        last = self.first + groups - self.num_shared - 1
-        shared = ", shared expert in group 0" if self.num_shared else ""
-        return f"{hidden}, {inner}, experts {self.first} to {last} of {self.placement.num_physical}{shared}"
 
 
 class MoE(torch.nn.Module):
@@ -396,3 +302,21 @@ class MoE(torch.nn.Module):
         """Close the communicator if the layer made it."""
         if self._owned:
             self.ep.close()
+
+
+def load_report(model: torch.nn.Module) -> dict[str, Any]:
+    """The statistics of all MoE layers of ``model`` that count, on this rank, for JSON. Synchronises with the host.
+
+    ``{"schema_version": 1, "kind": "expert_load", "layers": [{"name": ..., **LoadStats}, ...]}``.
+    """
+    layers = [
+        {"name": name or "moe", **dataclasses.asdict(module.stats())}
+        for name, module in model.named_modules()
+        if isinstance(module, MoE) and module.load is not None
+    ]
+    return {"schema_version": SCHEMA_VERSION, "kind": KIND, "layers": layers}
+
+
+def save_load(model: torch.nn.Module, path: Path | str) -> None:
+    """Write :func:`load_report` to ``path``, which ``moelink plot`` draws. Each rank has a file of its own to write."""
+    Path(path).write_text(json.dumps(load_report(model), indent=1) + "\n")

@@ -20,15 +20,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moelink.control.exchange import TIMEOUT, Peers, all_reduce
 from moelink.errors import ArgumentError
-from moelink.nn.moe import Experts, MoE
+from moelink.nn.moe import MoE
 from moelink.nn.owned import OwnedTensor, owned_gradients
-from moelink.nn.quantized_experts import QuantizedExperts
+from moelink.nn.placed_experts import PlacedExperts
 
 
-def _experts_by_key(model: torch.nn.Module) -> dict[str, Experts | QuantizedExperts]:
+def _experts_by_key(model: torch.nn.Module) -> dict[str, PlacedExperts]:
     """The owner of each stacked tensor, by its name in the state_dict of ``model``."""
-    kinds = (Experts, QuantizedExperts)
-    named = ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
+    named = ((name, module) for name, module in model.named_modules() if isinstance(module, PlacedExperts))
     return {f"{name}.{part}".lstrip("."): module for name, module in named for part in module.stacked}
 
 

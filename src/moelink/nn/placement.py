@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from moelink.errors import ArgumentError, ConfigError
-from moelink.nn.kept import KeepsBuffers
 from moelink.nn.owned import Ownership
+from moelink.nn.parameters import KeepsBuffers
 from moelink.routing import ExpertMap
 
 

@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 
 from moelink.errors import ArgumentError, ConfigError
-from moelink.nn.initial import ROUTER, draw
-from moelink.nn.kept import KeepsBuffers
+from moelink.nn.parameters import ROUTER, KeepsBuffers, draw
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]

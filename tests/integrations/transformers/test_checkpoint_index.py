@@ -13,8 +13,7 @@ import pytest
 if find_spec("transformers") is None:
     pytest.skip("the extra 'transformers' is not installed", allow_module_level=True)
 
-from moelink.integrations.transformers.checkpoint import INDEX, read_index
-from moelink.integrations.transformers.errors import CheckpointError
+from moelink.integrations.transformers.checkpoint import INDEX, CheckpointError, read_index
 from tests.tiers import seeds
 
 

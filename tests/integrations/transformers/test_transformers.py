@@ -35,9 +35,8 @@ from moelink.integrations.transformers import (
     register,
 )
 from moelink.integrations.transformers.checkpoint import Checkpoint
-from moelink.integrations.transformers.conversion import Part
 from moelink.integrations.transformers.forms import experts_of, form_of
-from moelink.integrations.transformers.loading import fill, only_own
+from moelink.integrations.transformers.loading import Part, fill, only_own
 from tests.integrations.transformers.transformers_models import (
     COMMON,
     HIDDEN,

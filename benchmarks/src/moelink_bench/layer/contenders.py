@@ -24,10 +24,10 @@ from moelink.errors import UnsupportedError
 from moelink.nn import MoE
 from moelink.nn.block_quantized import BlockQuantized
 from moelink.nn.expert_backends import ExpertsBackend, multiply
-from moelink.nn.experts import dequantized, grouped_matmul
-from moelink.nn.moe import Experts
-from moelink.nn.quantized_experts import INNER_FORMAT, QuantizedExperts
+from moelink.nn.experts import grouped_matmul
+from moelink.nn.placed_experts import INNER_FORMAT, Experts, QuantizedExperts
 from moelink.nn.router import RouterConfig, Routing, route
+from moelink.rows.dequantize import dequantized
 from moelink.rows.gated import gated_activation
 from moelink_bench.contenders import Call, Contender
 from moelink_bench.layer.data import LayerInput, Weights, choose

@@ -11,8 +11,7 @@ Two ways, described in ``docs/transformers.md``:
 Needs ``pip install 'moelink[transformers]'``.
 """
 
-from moelink.integrations.transformers.checkpoint import LoadReport
-from moelink.integrations.transformers.errors import CheckpointError
+from moelink.integrations.transformers.checkpoint import CheckpointError, LoadReport
 from moelink.integrations.transformers.loading import empty_model
 from moelink.integrations.transformers.parallel import ParallelModel, from_pretrained, parallelize
 from moelink.integrations.transformers.registry import Registration, register

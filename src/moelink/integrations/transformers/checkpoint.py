@@ -1,4 +1,4 @@
-"""A checkpoint in safetensors files, of which a rank reads the tensors it wants and no others.
+"""A checkpoint in safetensors files, of which a rank reads its own tensors and no others.
 
 Files are mapped, not read: only the bytes of the tensors (or slices) that are asked for leave the disk.
 """
@@ -16,10 +16,18 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moelink.integrations.transformers.errors import CheckpointError
+from moelink.errors import MoelinkError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+
+class CheckpointError(MoelinkError, RuntimeError):
+    """A checkpoint lacks a file or a tensor, or a tensor has another shape than the model.
+
+    Raised on every rank when any rank meets it, before the model is used. Recover: complete the checkpoint (the message
+    names what is missing), then load again.
+    """
 
 
 def read_index(text: bytes, folder: Path) -> dict[str, str]:

@@ -12,15 +12,13 @@ import moelink
 from moelink.control.exchange import Peers
 from moelink.env import DEBUG
 from moelink.integrations.transformers.forms import Form
-from moelink.integrations.transformers.replicated import shared_by_ranks, total_over_ranks
-from moelink.integrations.transformers.same_batch import check_same
+from moelink.integrations.transformers.ranks import check_same, shared_by_ranks, total_over_ranks
 from moelink.nn import dequantized
-from moelink.nn.expert_backends import group_of_rows
-from moelink.nn.experts import grouped_matmul, known_max_tokens
-from moelink.nn.kept import KnowsRows
+from moelink.nn.checkpoint import refuse_plain_checkpoints
+from moelink.nn.experts import group_of_rows, grouped_matmul, known_max_tokens
 from moelink.nn.owned import Ownership, Wrapping, share_of_gradient
-from moelink.nn.plain_state import refuse_plain_checkpoints
-from moelink.nn.quantized_experts import QuantizedExperts, refuse_gradients
+from moelink.nn.parameters import KnowsRows
+from moelink.nn.placed_experts import QuantizedExperts, refuse_gradients
 from moelink.output import DispatchOutput
 from moelink.rows.gated import gated_activation, known_activation
 from moelink.rows.scale_rows import cast_rows

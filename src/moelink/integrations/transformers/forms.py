@@ -1,8 +1,8 @@
-"""What an experts module of transformers declares of itself, found out by looking at it: no model is known by name.
+"""The form of an experts module of transformers, as the module declares it, and the communicator for its sizes.
 
-Modules that use transformers' experts interface say whether they have a gate, biases, transposed weights and a norm
-behind. What stands between the two matrix products they say in code, in a method; :func:`form_of` compares its values
-with those of the activations that moelink has operators for, and calls the method where none agrees.
+No model is known by name. Modules that use transformers' experts interface declare a gate, biases, transposed weights
+and a norm of the output. The function between the two matrix products is code, a method; :func:`form_of` compares its
+values with those of moelink's activations, and calls the method if none agrees.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import activations
 
-from moelink.errors import ArgumentError, UnsupportedError
+import moelink
+from moelink.config import Mode
+from moelink.errors import ArgumentError, ConfigError, UnsupportedError
+from moelink.integrations import settings as common
 from moelink.nn.experts import Activation
+from moelink.ops.gradient_communicators import GRADIENT_FORMATS
 from moelink.rows.activation import Clamp
 from moelink.rows.gated import known_activation, twin
 
@@ -34,6 +39,61 @@ _SAME_AS_TORCH: dict[type, Activation] = {
     activations.GELUActivation: functional.gelu,
     activations.GELUTanh: functools.partial(functional.gelu, approximate="tanh"),
 }
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model's layers with experts.
+
+    Attributes:
+        num_experts: of a layer, over all ranks.
+        topk: experts of a token.
+        hidden_size: elements of a row.
+        dtype: of the experts' weights.
+    """
+
+    num_experts: int
+    topk: int
+    hidden_size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(common.Settings):
+    """Arguments of :func:`moelink.init` that users of a model choose; see there. The rest follows from the model.
+
+    Attributes:
+        dispatch_format: None for the one that carries the model's dtype exactly.
+        combine_dtype: None for the model's dtype.
+    """
+
+    max_tokens_per_rank: int
+    dispatch_format: str | None = None
+    combine_dtype: torch.dtype | None = None
+    capacity: int | None = None
+
+    def open(
+        self, shape: Shape, *, mode: Mode, group: dist.ProcessGroup | None, device: torch.device | None
+    ) -> moelink.Communicator:
+        """Open the communicator of a model's layers, which run one after the other and so share one. Collective.
+
+        Raises:
+            ConfigError: a rank would own no expert, or as :func:`moelink.init`.
+        """
+        arguments = {
+            **self.arguments(),
+            "dispatch_format": self.dispatch_format or GRADIENT_FORMATS.get(shape.dtype, "bf16"),
+            "combine_dtype": self.combine_dtype or shape.dtype,
+        }
+        ep = moelink.init(
+            num_experts=shape.num_experts, topk=shape.topk, hidden_size=shape.hidden_size, mode=mode, group=group,
+            device=device, **arguments,
+        )  # fmt: skip
+        if shape.num_experts < ep.config.world_size:
+            ep.close()
+            expected = f"at least one expert for each of {ep.config.world_size} ranks"
+            raise ConfigError("num_experts", expected, shape.num_experts)
+        return ep
 
 
 @dataclass(frozen=True)
@@ -231,6 +291,3 @@ def _candidates(module: Any) -> Iterator[Activation | Clamp]:
     numbers = {float(v) for v in vars(module).values() if isinstance(v, (int, float)) and not isinstance(v, bool)}
     for alpha, limit in itertools.product(sorted(n for n in numbers if n > 0), repeat=2):
         yield Clamp(alpha, limit)
-
-
-__all__ = ["Form", "experts_of", "form_of", "is_experts", "topk_of"]

@@ -19,12 +19,12 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 
 import moelink
 from moelink.errors import UnsupportedError
-from moelink.integrations.transformers.errors import CheckpointError
+from moelink.integrations.transformers.checkpoint import CheckpointError
 from moelink.integrations.transformers.forms import Form
 from moelink.nn.block_quantized import BLOCK, BlockQuantized, dequantize_weight
 from moelink.nn.expert_backends import choose_backend
+from moelink.nn.placed_experts import QuantizedExperts
 from moelink.nn.placement import Placement
-from moelink.nn.quantized_experts import QuantizedExperts
 
 FORMAT = "fp8_block128"
 

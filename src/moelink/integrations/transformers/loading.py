@@ -1,9 +1,18 @@
-"""Models whose weights come from a checkpoint: built without memory, then filled with what this rank needs."""
+"""Weights of a model from a checkpoint, of which a rank reads its part, and all weights on one rank again.
+
+A model is built without memory (:func:`empty_model`), then filled (:func:`fill`). transformers' own conversion mapping
+names the parameter of each stored tensor; nothing here knows the name of a weight. A parameter of experts is stored as
+one tensor for each expert, in the order of the experts, or as one tensor whose first dimension is the experts. A rank
+reads its part of either. transformers then merges, transposes and renames the part as it does the whole.
+"""
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +20,177 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.modeling_utils import LoadStateDictConfig
 
 from moelink.arith import ceil_div
-from moelink.errors import ArgumentError
-from moelink.integrations.transformers.checkpoint import Checkpoint, LoadReport
-from moelink.integrations.transformers.conversion import Part, check_shapes, mapping_of, plan_of
-from moelink.integrations.transformers.errors import CheckpointError
+from moelink.control.exchange import Peers, all_to_all
+from moelink.errors import ArgumentError, UnsupportedError
+from moelink.integrations.transformers.checkpoint import Checkpoint, CheckpointError, LoadReport
+from moelink.integrations.transformers.experts import ParallelExperts
 from moelink.integrations.transformers.fp8 import check_quantization, check_scaled, scales_name, with_scales
 from moelink.integrations.versions import require
 from moelink.nn.block_quantized import BLOCK
+from moelink.routing import ExpertMap
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's experts of a parameter: ``first`` to ``first + count - 1`` of ``num_experts``."""
+
+    first: int
+    count: int
+    num_experts: int
+
+    @property
+    def rows(self) -> slice:
+        """Of the first dimension of the whole."""
+        return slice(self.first, self.first + self.count)
+
+    def has(self, expert: int) -> bool:
+        """Whether ``expert`` is one of them."""
+        return self.first <= expert < self.first + self.count
+
+
+@dataclass
+class Plan:
+    """What to read of a checkpoint.
+
+    Attributes:
+        wanted: by stored name, the rows of the first dimension to read; None for all.
+        others: stored names that belong to other ranks.
+        missing: stored names that should be there, as the mapping spells them.
+    """
+
+    wanted: dict[str, slice | None] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def mapping_of(model: PreTrainedModel) -> list[Any]:
+    """transformers' conversions from stored tensors to the parameters of ``model``."""
+    return list(get_model_conversion_mapping(model))
+
+
+def stored_shapes(model: PreTrainedModel, names: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Shape by stored name of the tensors that the parameters ``names``, of ``shapes``, are written as."""
+    whole = {name: torch.empty(tuple(shapes[name]), device="meta") for name in names}
+    return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, whole).items()}
+
+
+def plan_of(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    mapping: Sequence[Any],
+    experts: Mapping[str, Part],
+    shapes: Mapping[str, Sequence[int]],
+) -> Plan:
+    """What this rank reads of ``checkpoint``. Nothing is read yet but the shapes of what it has to read.
+
+    Args:
+        mapping: :func:`mapping_of` the model, or that and more.
+        experts: by name, the parameters of which this rank takes a part.
+        shapes: of all parameters and buffers of the whole model that are stored.
+
+    Raises:
+        CheckpointError: a tensor has another shape than the model.
+        UnsupportedError: the experts of a parameter are stored along another dimension than the first.
+    """
+    goes_to, covered = _targets(model, checkpoint, mapping)
+    plan = Plan()
+    pieces: dict[tuple[str, str | None], list[str]] = {}
+    for name, (target, pattern) in goes_to.items():
+        if target in experts:
+            pieces.setdefault((target, pattern), []).append(name)
+        else:
+            plan.wanted[name] = None
+    lacking = {name for name in model.state_dict() if name not in covered}
+    for (target, _), names in pieces.items():
+        part = experts[target]
+        if len(names) == 1:
+            plan.wanted[names[0]] = part.rows if part.count < part.num_experts else None
+        elif len(names) % part.num_experts:
+            lacking.add(target)
+        else:
+            for position, name in enumerate(names):
+                if part.has(position % part.num_experts):
+                    plan.wanted[name] = None
+                else:
+                    plan.others.append(name)
+    lacking -= _may_be_missing(model, lacking)
+    if lacking:
+        written = stored_shapes(model, sorted(lacking), shapes)
+        plan.missing = [name for name in written if name not in checkpoint]
+    return plan
+
+
+def check_shapes(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    experts: Mapping[str, Part],
+    shapes: Mapping[str, Sequence[int]],
+) -> None:
+    """Compare the shapes of the tensors that ``plan`` wants with those that ``model`` is written in. Where files have
+    other names, transformers compares what it has made of them.
+
+    Raises: as :func:`plan_of`.
+    """
+    expected = stored_shapes(model, list(shapes), shapes)
+    for name, rows in plan.wanted.items():
+        got = checkpoint.shape(name)
+        if name in expected and expected[name] != got:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.folder}: {name}: expected shape {list(expected[name])}, got {list(got)}; load "
+                "the checkpoint of this model"
+            )
+        if rows is not None and got[:1] != (next(iter(experts.values())).num_experts,):
+            raise UnsupportedError(
+                f"checkpoint {checkpoint.folder}: {name}: expected the experts as the first dimension, got shape "
+                f"{list(got)}; write the model again with transformers' save_pretrained"
+            )
+
+
+def _targets(
+    model: PreTrainedModel, checkpoint: Checkpoint, mapping: Sequence[Any]
+) -> tuple[dict[str, tuple[str, str | None]], set[str]]:
+    """(parameter, pattern of the conversion) by stored name, of those that have a place; and all parameters that get a
+    value, also those that a conversion makes besides the first."""
+    mapping = copy.deepcopy(list(mapping))  # conversions remember whether they were used
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state: dict[str, Tensor] = model.state_dict()
+    found: dict[str, tuple[str, str | None]] = {}
+    covered: set[str] = set()
+    for name in sorted(checkpoint.names, key=dot_natural_key):
+        prefix = model.base_model_prefix
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target not in state:
+            continue
+        found[name] = (target, pattern)
+        covered.add(target)
+        if pattern is not None:
+            first, *more = by_pattern[pattern].target_patterns
+            covered |= {target.replace(first, other) for other in more}
+    return found, covered
+
+
+def _may_be_missing(model: PreTrainedModel, names: set[str]) -> set[str]:
+    """Those of ``names`` that need not be stored: tied to others, or listed by the model's class as such."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return {name for name in names if name in tied or any(re.search(pattern, name) for pattern in patterns)}
 
 
 def empty_model(
@@ -174,3 +343,39 @@ def fill(model: PreTrainedModel, checkpoint: Checkpoint, parts: Mapping[str, Par
             f"{', '.join(empty)}; load the checkpoint of this model"
         )
     return checkpoint.report(plan.others)
+
+
+def gathered_state_dict(
+    model: nn.Module, experts: Mapping[str, ParallelExperts], *, peers: Peers | None, rank: int
+) -> dict[str, Tensor] | None:
+    """``model.state_dict()`` with all experts, on the CPU of rank 0; None on the others. Collective."""
+    state: dict[str, Tensor] | None = {} if rank == 0 else None
+    for name, tensor in model.state_dict().items():
+        owner, _, own = name.rpartition(".")
+        module = experts.get(owner)
+        if module is not None and own in module.stacked:
+            value = _gather(tensor, module, peers=peers, rank=rank)
+        else:
+            value = tensor
+        if state is not None and value is not None:
+            state[name] = value.detach().cpu()
+    return state
+
+
+def _gather(local: Tensor, module: ParallelExperts, *, peers: Peers | None, rank: int) -> Tensor | None:
+    """The ranks' blocks of experts, in order, on the CPU of rank 0. One block at a time is on its device."""
+    if peers is None:
+        return local
+    world_size = peers.own.size()
+    owned = ExpertMap(module.num_experts, world_size)
+    mine, nothing = local.detach().contiguous().view(-1).view(torch.uint8), [0] * world_size
+    blocks = [local.detach().cpu()] if rank == 0 else []
+    for peer in range(1, world_size):
+        shape = (owned.num_local(peer), *local.shape[1:])
+        block = torch.empty(shape if rank == 0 else 0, dtype=local.dtype, device=local.device)
+        received = block.view(-1).view(torch.uint8)
+        counts = [received.numel() if source == peer else 0 for source in range(world_size)]
+        to = [mine.numel(), *nothing[1:]] if rank == peer else nothing
+        all_to_all(received, mine if rank == peer else mine[:0], counts, to, peers)
+        blocks += [block.cpu()] if rank == 0 else []
+    return torch.cat(blocks) if rank == 0 else None

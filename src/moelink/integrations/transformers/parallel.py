@@ -17,17 +17,12 @@ from moelink.communicator import peers_of
 from moelink.config import Mode, TransportName
 from moelink.control.exchange import BUSY, Peers
 from moelink.errors import ArgumentError, UnsupportedError
-from moelink.integrations.transformers.agreement import agreed
 from moelink.integrations.transformers.checkpoint import Checkpoint, LoadReport
-from moelink.integrations.transformers.conversion import Part
 from moelink.integrations.transformers.experts import ParallelExperts
-from moelink.integrations.transformers.forms import Form, experts_of, form_of, topk_of
+from moelink.integrations.transformers.forms import Form, Settings, Shape, experts_of, form_of, topk_of
 from moelink.integrations.transformers.fp8 import FORMAT, check_quantization, choose_for, quantized_experts
-from moelink.integrations.transformers.loading import empty_model, fill, is_empty, only_own
-from moelink.integrations.transformers.replicated import gradient_norm, sum_gradients
-from moelink.integrations.transformers.same_batch import CheckedGenerate, has_jitter
-from moelink.integrations.transformers.saving import gathered_state_dict
-from moelink.integrations.transformers.settings import Settings, Shape
+from moelink.integrations.transformers.loading import Part, empty_model, fill, gathered_state_dict, is_empty, only_own
+from moelink.integrations.transformers.ranks import CheckedGenerate, agreed, gradient_norm, has_jitter, sum_gradients
 from moelink.integrations.versions import require
 from moelink.nn.expert_backends import ExpertsBackend
 from moelink.nn.owned import mark_experts, owned_tensors

@@ -19,8 +19,7 @@ from moelink.config import Mode, TransportName
 from moelink.errors import ClosedError, UnsupportedError
 from moelink.integrations.settings import device_of
 from moelink.integrations.transformers.experts import compute, run_experts
-from moelink.integrations.transformers.forms import form_of, topk_of
-from moelink.integrations.transformers.settings import Settings, Shape
+from moelink.integrations.transformers.forms import Settings, Shape, form_of, topk_of
 from moelink.integrations.versions import require
 from moelink.output import DispatchOutput
 

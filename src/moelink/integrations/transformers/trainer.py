@@ -10,7 +10,7 @@ import transformers
 from torch.nn.utils import clip_grads_with_norm_
 
 from moelink.errors import UnsupportedError
-from moelink.integrations.transformers.errors import CheckpointError
+from moelink.integrations.transformers.checkpoint import CheckpointError
 from moelink.integrations.transformers.parallel import ParallelModel
 
 

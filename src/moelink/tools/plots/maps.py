@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moelink.errors import ArgumentError
-from moelink.nn.load import LoadStats
-from moelink.nn.report import KIND, LayerLoad, combine_reports
+from moelink.nn.load import KIND, LayerLoad, LoadStats, combine_reports
 from moelink.tools import documents
 from moelink.tools.documents import FLAG, RANKS, TEXT, count, number, one_of
 from moelink.tools.plots import FAINT, INK, MUTED, OTHERS, OURS, OURS_BACK, bare, blues, new_figure
@@ -139,7 +138,7 @@ def load_layers(paths: Sequence[Path]) -> list[LayerLoad]:
 
     Raises:
         ConfigError: one is no such file.
-        ArgumentError: as :func:`moelink.nn.report.combine_reports`.
+        ArgumentError: as :func:`moelink.nn.load.combine_reports`.
     """
     expected, reports = "JSON files of moelink.nn.save_load", []
     for path in paths:
@@ -156,7 +155,7 @@ def draw_load(layers: Sequence[LayerLoad], path: Path, *, along: Axis | None = N
     over all that the left shows, with the mean.
 
     Args:
-        layers: of :func:`moelink.nn.report.combine_reports`.
+        layers: of :func:`moelink.nn.load.combine_reports`.
         along: "steps" or "layers"; default steps if more than one was kept and only one layer is there to show.
         layer: name of the only layer to show.
 

@@ -1,5 +1,9 @@
-"""What casts and moves of a whole model do to its layers: buffers that stay as they are, experts that outgrow their
-rows."""
+"""First weights of layers, and parameters and buffers under casts and moves of a whole model.
+
+First weights depend on a seed and on the number of a matrix, never on the number of ranks. Each matrix has a random
+stream of its own, drawn on the CPU. So a rank draws its own experts and nothing else, and a layer on any number of
+ranks, on any device, starts as the layer on one rank.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ROUTER = 0
+SHARED = 1
+EXPERTS = 4
+"""Streams: the router's, the shared expert's first, the first expert's. Each expert takes two."""
+
+
+def draw(weight: Tensor, *, seed: int, stream: int) -> None:
+    """Fill ``weight`` [..., fan_in] in place, uniform in +-1 / sqrt(fan_in), as ``torch.nn.Linear`` does.
+
+    A tensor on the meta device stays as it is.
+    """
+    if weight.is_meta:
+        return
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + stream)
+    bound = weight.shape[-1] ** -0.5
+    with torch.no_grad():
+        values = torch.rand(weight.shape, generator=generator, dtype=torch.float32, device=generator.device)
+        weight.copy_(values.mul_(2 * bound).sub_(bound))
+
 
 class KeepsBuffers(torch.nn.Module):
     """A module whose buffers ``kept`` are changed by their owner alone.
 
     ``Module.to``, ``half``, ``bfloat16`` and ``to_empty`` apply a function to each buffer of a model. A correction bias
     that is rounded to bf16 chooses other experts, and a table of ids without values names experts that do not exist.
-    Kept buffers take only their device from such a function. A buffer that comes from the meta device has no values, so
-    :meth:`reset_buffers` gives all of them their first ones.
+    Such a function changes only the device of kept buffers. A buffer from the meta device has no values, so
+    :meth:`reset_buffers` gives all of them their first values.
 
     Attributes:
         kept: names of buffers.
@@ -26,7 +49,7 @@ class KeepsBuffers(torch.nn.Module):
     kept: tuple[str, ...] = ()
 
     def reset_buffers(self) -> None:
-        """Give the kept buffers the values that they have in a new module."""
+        """Give the kept buffers their values in a new module."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         before = {name: buffer for name in self.kept if (buffer := self._buffers.get(name)) is not None}
@@ -44,10 +67,10 @@ class KeepsBuffers(torch.nn.Module):
 
 
 class KnowsRows(torch.nn.Module):
-    """Experts whose rows travel in a dtype that was chosen before; a cast of their weights to a wider one says so.
+    """Experts whose rows travel in a fixed dtype; a cast of their weights to a wider one warns.
 
     Attributes:
-        row_dtype: what a row loses no more than, on its way: the communicator's ``combine_dtype``.
+        row_dtype: the communicator's ``combine_dtype``, whose precision rows keep on their way.
     """
 
     row_dtype: torch.dtype = torch.float64
