@@ -1,1 +1,1 @@
-"""moelink inside other people's libraries: one package for each, imported by those who use it and by nothing else."""
+"""moelink in other libraries: one package for each, which nothing else in moelink imports."""

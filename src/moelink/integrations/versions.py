@@ -1,7 +1,7 @@
-"""Say which releases of other people's libraries the integrations were tested with, and refuse all others by name.
+"""The releases of other libraries that the integrations were tested with. All others are refused by name.
 
-An adapter calls :func:`require` before it subclasses or registers anything. What a release outside its range would do
-with moelink nobody has seen: it may call an adapter differently, and the sums would be wrong without an error.
+An adapter calls :func:`require` before it subclasses or registers anything. A release outside the range is untested: it
+may call an adapter differently, and the sums would be wrong without an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Releases:
     extra: str
 
     def has(self, release: str) -> bool:
-        """Return whether ``release`` is one of them. What follows its numbers (``rc1``, ``+cpu``) is not looked at.
+        """Return whether ``release`` is one of them. A suffix (``rc1``, ``+cpu``) is ignored.
 
         >>> Releases("0.3", "0.4", "0.3.0", "torchtitan").has("0.3.1+cpu")
         True

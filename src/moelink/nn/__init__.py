@@ -5,7 +5,7 @@
 ``router``           the experts of each token, and their weights
 ``placed_experts``   the experts of a rank, in the layer's dtype and in fp8
 ``experts``          grouped matrix products over received rows; the dense block, for shared experts
-``block_quantized``  weights in fp8 and their product; ``expert_backends`` chooses what multiplies
+``block_quantized``  weights in fp8 and their product; ``expert_backends`` chooses a product
 ``load``             tokens per expert and rank
 ``placement``        experts on ranks, by load; ``balance`` moves them
 ``owned``            the parts of a model that one rank alone has, for DistributedDataParallel and others

@@ -9,16 +9,16 @@ A :class:`Balancer` does this for the :class:`moelink.nn.MoE` layers of a model 
 
 Why a forward between two steps is right: a step changes a physical expert's weights and the layer's map of ids
 together, on all ranks, and reads all old weights before it writes new ones. :func:`order_moves` orders the moves so
-that after each step every expert is somewhere. Experts that change places in a ring, each with the only copy of what
-the next one needs, move in one step, even if that exceeds ``max_bytes``.
+that after each step every expert has a place. Experts in a ring, each with the only copy of the next one's weights,
+move in one step, even if that exceeds ``max_bytes``.
 
-Why ranks never use different maps: a step *packs* on each rank what it sends, and makes room for what it receives;
-*exchanges* it; *unpacks* it; and *uses* it. After packing and unpacking all ranks tell one another whether they
-succeeded, and nothing of the model changes before the second vote. If one rank's part raised, it raises that and the
-others PeerAbortedError; the step is still to do. A rank for which a vote does not end cannot know whether the others
-have gone on, so it ends the layers' communicators, and tells its peers: from then on every call of every rank raises
-the same error, that of the rank at fault. So does a rank that an exception hits while it uses what all have voted for,
-or in the exchange: the others are in that exchange, and would take a vote of this rank for its part of it.
+Why ranks never use different maps: in a step each rank *packs* the weights it sends and allocates room for those it
+receives, *exchanges* them, *unpacks* them, and *uses* them. After packing and after unpacking all ranks vote on their
+success, and nothing of the model changes before the second vote. If one rank's part raised, it raises that and the
+others PeerAbortedError; the step is still to do. If a vote does not end on a rank, that rank cannot know whether the
+others have continued. So it ends the layers' communicators and reports that to its peers: from then on every call of
+every rank raises the error of the rank at fault. An exception in the exchange or in the use after the second vote has
+the same effect: the other ranks are in that exchange, and would mistake a vote of this rank for its part of it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LayerBalance:
-    """What a plan does to one layer.
+    """The effect of a plan on one layer.
 
     Attributes:
         name: of the layer in its model.
@@ -134,7 +134,7 @@ class Balancer:
     def plan(self) -> list[LayerBalance]:
         """Place the experts of all layers by the load since the layers were made, or since the last move.
 
-        Nothing moves yet. A plan that was not finished is given up; what it moved stays where it is.
+        Nothing moves yet. An unfinished plan is dropped; experts that it moved stay in their new places.
 
         Raises:
             ConfigMismatchError: ranks have other placements, or in mode "allreduce" counted other tokens.
@@ -162,7 +162,7 @@ class Balancer:
 
     @torch.no_grad()
     def step(self) -> float:
-        """Move what one step of the plan moves, and use it from now on. Returns the seconds that it took here.
+        """Move the experts of one step of the plan, and use them from now on. Returns the seconds that it took here.
 
         Call it on every rank between the same two forward passes. On CUDA the copies are ordered with the current
         stream's work, and the host waits for them.
@@ -216,9 +216,9 @@ class Balancer:
             torch.cuda.synchronize(self._layers[0].ep.device)
 
     def _vote(self, act: Callable[[], T]) -> tuple[T, BaseException | None]:
-        """Return the result of ``act`` and None if it succeeded on all ranks; else what this rank is to raise.
+        """Return the result of ``act`` and None if it succeeded on all ranks; else the error to raise on this rank.
 
-        A rank whose ``act`` raised says so in the exchange in which the others wait for it.
+        A rank whose ``act`` raised reports it in the exchange in which the others wait for it.
         """
         result: Any = None
         problem: BaseException | None = None
@@ -259,7 +259,7 @@ class Balancer:
         )
 
     def _compare(self, mine: str) -> None:
-        """Refuse ranks that say something else than the others."""
+        """Refuse ranks whose text differs."""
         if self._world_size == 1:
             return
         try:
@@ -302,7 +302,7 @@ class Balancer:
         return steps
 
     def _pack(self, moves: Sequence[_Move]) -> _Packed:
-        """Find what this rank sends to each rank, and receives from each, in the order of ``moves``."""
+        """Collect the weights that this rank sends to each rank and receives from each, in the order of ``moves``."""
         outgoing: list[list[Tensor]] = [[] for _ in range(self._world_size)]
         incoming: list[list[tuple[_Move, list[Tensor]]]] = [[] for _ in range(self._world_size)]
         sent: Counter[int] = Counter()
@@ -353,8 +353,8 @@ class Balancer:
 def order_moves(old: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
     """Yield the places whose expert changes from ``old`` to ``new``, in an order in which no expert is lost.
 
-    A place whose expert is also elsewhere can take its new one at once. Where no such place is left, the rest are
-    rings: each place has the only copy of what another one needs. A ring is one item.
+    A place whose expert has another copy can take its new expert at once. The remaining places are rings: each has the
+    only copy of an expert that another one needs. A ring is one item.
 
     >>> list(order_moves([0, 1, 2, 0], [0, 2, 1, 1]))
     [[3], [1], [2]]

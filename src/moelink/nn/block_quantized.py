@@ -19,6 +19,7 @@ either sign to 2**-10.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,7 +120,7 @@ def grouped_fp8(
 
     Raises:
         ArgumentError: a shape, dtype or device does not fit, or a tensor is not contiguous.
-        UnsupportedError: the kernel was asked for where it cannot run, or the twin inside of a capture.
+        UnsupportedError: the kernel cannot run here, or the twin was called in a capture.
     """
     check_product(codes, scales, row_offsets, weight, dtype)
     if implementation not in ("auto", "triton", "torch"):
@@ -133,7 +134,7 @@ def grouped_fp8(
 def check_product(
     codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, dtype: torch.dtype
 ) -> None:
-    """Refuse what does not fit together, as :func:`grouped_fp8` says."""
+    """Refuse tensors that do not fit together, with the errors of :func:`grouped_fp8`."""
     if weight.codes.dim() != 3:
         raise ArgumentError("weight", "codes [G, N, K]", list(weight.codes.shape))
     groups, columns, inner = weight.codes.shape
@@ -180,16 +181,8 @@ def _grouped_fp8(
 
 
 @_grouped_fp8.register_fake
-def _grouped_fp8_fake(
-    codes: Tensor,
-    scales: Tensor,
-    row_offsets: Tensor,
-    weight: Tensor,
-    weight_scales: Tensor,
-    dtype: torch.dtype,
-    kernel: bool,
-) -> Tensor:
-    return codes.new_empty(codes.shape[0], weight.shape[1], dtype=dtype)
+def _grouped_fp8_fake(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Tensor, *given: Any) -> Tensor:
+    return codes.new_empty(codes.shape[0], weight.shape[1], dtype=given[1])
 
 
 def launch_kernel(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, out: Tensor) -> None:

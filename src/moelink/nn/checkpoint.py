@@ -27,7 +27,7 @@ from moelink.nn.owned import OwnedTensor, owned_tensors
 _SHARED = ".fused_shared"
 """Ends the name under which the rows of a fused shared expert are saved."""
 _COPIES = {Tensor.detach, Tensor.clone, Tensor.cpu, Tensor.cuda, Tensor.to}
-"""Copies of experts in a plain state_dict, which refuse too. A parameter can only be made from a class whose ``detach``
+"""Copies of experts in a plain state_dict that also refuse. A parameter can only be made from a class whose ``detach``
 keeps it."""
 _WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and ``torch.compile`` give to names; names in checkpoints have none."""
@@ -192,7 +192,7 @@ class OneRanksExperts(Tensor):
 
 
 def refuse_plain_checkpoints(module: torch.nn.Module) -> None:
-    """Make the ``state_dict`` of ``module``, which is marked, give what is one rank's as :class:`OneRanksExperts`."""
+    """Make the ``state_dict`` of a marked ``module`` give tensors of one rank as :class:`OneRanksExperts`."""
     module.register_state_dict_post_hook(_mark)
     module.register_load_state_dict_pre_hook(_unmark)
 

@@ -1,4 +1,4 @@
-"""Choose what multiplies rows that travelled in fp8, and call it.
+"""Choose the product for rows that travelled in fp8, and call it.
 
 Legend: ``R`` rows of the buffer, ``K`` columns of a row, ``G`` groups, ``N`` columns of the output.
 
@@ -9,7 +9,7 @@ backend         multiplies by                                         needs
 ``torch``       its twin: dequantised numbers in fp32, by group       nothing; on CUDA it waits for the host
 ``flashinfer``  ``flashinfer.gemm.group_gemm_fp8_nt_groupwise``       compute capability 10.x
 ``dequantize``  ``torch._grouped_mm``, after rows became numbers      nothing; weights stay in ``dtype``
-``auto``        what was measured to be fastest, see below            nothing
+``auto``        the one that was measured to be fastest, see below    nothing
 ==============  ====================================================  ==================================================
 
 All but ``dequantize`` take rows of format fp8_block128 alone. torch's own grouped products of fp8 take one scale a row,
@@ -17,13 +17,13 @@ or the scales of MX formats, not one for each 128 elements; so ``torch`` is the 
 nvfp4 need instructions of compute capability 10.0, and no backend uses them yet.
 
 "auto" is never slower than "dequantize", which is the default. On compute capability 9.0 it takes ``triton``: both
-products and the activation take 0.35 to 0.79 of the time of bf16 for 4 to 4096 rows a group (``experts_h200.json``). On
-other devices nothing was measured, so it takes "dequantize" there, unless weights are stored in fp8 alone.
+products and the activation take 0.35-0.79 of the time of bf16 for 4 to 4096 rows a group (``experts_h200.json``). Other
+devices were not measured, so it takes "dequantize" there, unless weights are stored in fp8 alone.
 
-DeepGEMM's contiguous product was a backend, and "auto" preferred it. It computes whole tiles of 128 rows, and reads
-the group of each row from an index that every call has to compute. ``experts_deep_gemm_h200.json`` has its times on one
-H200, over those of ``triton``: 0.97 to 1.38 for 4 to 128 rows of experts that have any, 5.2 in a buffer of 32768 rows
-of which 128 are filled, and 0.65 to 0.82 where an expert has 1024 rows or more.
+DeepGEMM's contiguous product was a backend. It computes whole tiles of 128 rows, and reads the group of each row from
+an index that every call has to compute. Its times over those of ``triton`` on one H200
+(``experts_deep_gemm_h200.json``) are 0.97-1.38 for 4 to 128 rows of experts with rows, 5.2 in a buffer of 32768 rows
+with 128 filled ones, and 0.65-0.82 with 1024 or more rows an expert.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PIP = {"flashinfer": "pip install flashinfer-python"}
 
 @dataclass(frozen=True)
 class Choice:
-    """What multiplies.
+    """The chosen product.
 
     Attributes:
         backend: any of :data:`ExpertsBackend` but "auto".
@@ -65,7 +65,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Lack:
-    """What a backend needs, and what it finds instead."""
+    """A requirement of a backend that is not met: the expected value and the found one."""
 
     expected: str
     got: str
@@ -91,7 +91,7 @@ def choose_backend(
 
     Raises:
         ConfigError: there is no such backend.
-        UnsupportedError: a backend was asked for by name where it cannot run; "auto" takes another one.
+        UnsupportedError: ``wanted`` names a backend that cannot run here; "auto" takes another one.
     """
     if wanted not in get_args(ExpertsBackend):
         raise ConfigError("experts_backend", f"one of {', '.join(get_args(ExpertsBackend))}", wanted)
@@ -127,7 +127,7 @@ def _product_for(device: torch.device) -> tuple[str, bool]:
 def _what_layer_lacks(
     config: EPConfig, intermediate_size: int, activation: Activation | Clamp, dtype: torch.dtype
 ) -> Lack | None:
-    """What the layer would have to be for any backend in fp8, or None."""
+    """Return a requirement of all backends in fp8 that the layer does not meet, or None."""
     if config.format.name != "fp8_block128":
         return Lack("dispatch_format='fp8_block128'", repr(config.format.name))
     if intermediate_size % BLOCK:
@@ -141,7 +141,7 @@ def _what_layer_lacks(
 
 
 def what_is_missing(backend: str, device: torch.device) -> Lack | None:
-    """What ``backend`` needs and does not find, or None."""
+    """Return a requirement of ``backend`` that is not met on ``device``, or None."""
     if backend == "triton":
         from moelink.kernels.launch.device import is_interpreted
 

@@ -32,8 +32,8 @@ _MAX_GROUPS = 1023
 
 
 def known_max_tokens(config: EPConfig, num_tokens: int) -> int | None:
-    """``max_tokens`` of a dispatch of this rank's ``num_tokens``, where it is known without asking other ranks: only
-    own tokens come here, as there is one rank or mode is "allreduce". Else None."""
+    """Return ``max_tokens`` of a dispatch of this rank's ``num_tokens`` if only own tokens arrive here (one rank, or
+    mode "allreduce"), else None: other ranks would have to be asked."""
     return num_tokens if config.world_size == 1 or config.mode == "allreduce" else None
 
 
@@ -47,14 +47,14 @@ def grouped_experts(
         row_offsets: [G + 1] int32 on the device of ``tokens``.
         gate_up: [G, 2 * I, H] of the dtype of ``tokens``: in each group I rows of gate, then I rows of up.
         down: [G, H, I] of the same dtype.
-        activation: what is applied to gate, or a :class:`moelink.activation.Clamp`. Of the functions that
-            :func:`moelink.rows.gated.known_activation` knows only the rows that exist are computed.
+        activation: of gate: a function, or a :class:`moelink.activation.Clamp`. Functions that
+            :func:`moelink.rows.gated.known_activation` knows compute only the rows that exist.
 
     Returns:
         [R, H] of the same dtype, differentiable in ``tokens``, ``gate_up`` and ``down``. Groups without rows give
         zero gradients.
 
-    With :func:`has_grouped_mm` on CUDA nothing synchronises with the host and a CUDA graph may capture it; otherwise
+    With :func:`has_grouped_mm` on CUDA nothing synchronises with the host and a CUDA graph may capture it; without it
     group sizes are read on the host.
 
     Raises:
@@ -169,7 +169,7 @@ class _ContiguousGrad(torch.autograd.Function):
 
 
 class _ZeroGradWithoutRows(torch.autograd.Function):
-    """The identity on weights; its gradient is zero for groups without rows, whatever comes."""
+    """The identity on weights; its gradient is zero for groups without rows."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, row_offsets: Tensor) -> Tensor:
@@ -186,8 +186,8 @@ class GatedMLP(torch.nn.Module):
     """``down (activation(gate x) * (up x))`` with ``[gate | up] = gate_up_proj``; no biases.
 
     Args:
-        hidden_size, intermediate_size: sizes of a token and of what is between the two products.
-        activation: what is applied to the gate.
+        hidden_size, intermediate_size: elements of a token, and of a row between the two products.
+        activation: of the gate.
         seed: of :meth:`reset_parameters`.
         device, dtype: of the parameters.
 

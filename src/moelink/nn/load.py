@@ -26,7 +26,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class LoadStats:
-    """Where the tokens of one rank went. Plain numbers.
+    """The load of one rank's tokens, in plain numbers.
 
     Attributes:
         rank, world_size: the rank whose tokens were counted, and how many ranks there are.

@@ -38,22 +38,22 @@ class MoE(torch.nn.Module):
     """A Mixture-of-Experts feed-forward layer.
 
     Args:
-        communicator: one that the caller made, shares between layers if he likes, and closes; or the arguments of
-            :func:`moelink.init` as a mapping, of which the layer makes one of its own (collective over the ranks) that
-            :meth:`close` closes. Layout "expert". With ``fused_shared_expert`` each token also goes through a shared
-            expert of ``intermediate_size``, in the same matrix products as the routed ones.
+        communicator: of the caller, who may share it between layers and closes it; or a mapping, the arguments of
+            :func:`moelink.init` for a communicator of the layer's own (collective over the ranks), which :meth:`close`
+            closes. Layout "expert". With ``fused_shared_expert`` each token also goes through a shared expert of
+            ``intermediate_size``, in the same matrix products as the routed ones.
         intermediate_size: of each expert.
         router: the kind of router.
-        activation: what is applied to the gate of experts.
+        activation: of the gate of experts.
         shared_expert: any module from [num_tokens, hidden_size] to the same, for example
             :class:`moelink.nn.GatedMLP`, whose output is added. It runs while dispatch is under way.
         seed: of the first weights. A layer on any number of ranks starts with the same weights.
         host_counts: dispatch gives rows of exactly the size that is needed, in place of the worst case (or capacity),
             for one wait of the host a call: saves memory and work in eager training. Cannot be compiled or captured.
-        experts_backend: what multiplies rows of experts. "dequantize": rows become numbers of ``dtype``
-            first. "triton", "torch", "flashinfer": rows of format fp8_block128 are multiplied in fp8 by
-            weights in fp8, for inference only (:meth:`quantize_experts`). "auto" takes what was measured to be fastest,
-            by format and device; the choice is logged, and part of the layer's ``repr``.
+        experts_backend: the product of experts. "dequantize": rows become numbers of ``dtype`` first. "triton",
+            "torch", "flashinfer": rows of format fp8_block128 are multiplied in fp8 by weights in fp8, for inference
+            only (:meth:`quantize_experts`). "auto" takes the product that was measured to be fastest, by format and
+            device; the choice is logged, and part of the layer's ``repr``.
         load_steps: steps that :attr:`load` keeps one by one; 0 to count nothing.
         placement: which expert each of the communicator's experts holds (:mod:`moelink.nn.placement`): the router
             chooses among ``placement.num_experts``, and the communicator has ``placement.num_physical``. None: the
@@ -72,7 +72,7 @@ class MoE(torch.nn.Module):
     it, and the gradient of ``x``.
 
     Raises:
-        ConfigError: a size or option does not fit; with a mapping also what ``moelink.init`` raises.
+        ConfigError: a size or option does not fit; with a mapping also the errors of ``moelink.init``.
         UnsupportedError: ``experts_backend`` names one that cannot run here.
 
     Example:
@@ -148,7 +148,7 @@ class MoE(torch.nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """What DistributedDataParallel(layer) leaves alone, beside the names that were assigned."""
+        """The names that DistributedDataParallel(layer) leaves alone, the assigned ones among them."""
         return [*self._ignored, *ignored_by_ddp(self)]
 
     @_ddp_params_and_buffers_to_ignore.setter
@@ -156,16 +156,16 @@ class MoE(torch.nn.Module):
         self._ignored = tuple(names)
 
     def quantize_experts(self, backend: ExpertsBackend = "auto") -> None:
-        """Quantise the experts' weights to fp8, once, and multiply by ``backend`` from now on; with "dequantize", or
-        where "auto" chooses it, nothing changes.
+        """Quantise the experts' weights to fp8, once, and multiply by ``backend`` from now on. With "dequantize", or
+        if "auto" chooses it, nothing changes.
 
-        For weights that were loaded in another dtype: a layer that was made with ``experts_backend`` has experts in fp8
-        from the start, and loads codes and scales. Afterwards :attr:`experts` is a :class:`QuantizedExperts`, which has
-        no parameters.
+        For weights that were loaded in another dtype: a layer with ``experts_backend`` has experts in fp8 from the
+        start, and loads codes and scales. Afterwards :attr:`experts` is a :class:`QuantizedExperts`, which has no
+        parameters.
 
         Raises:
             ConfigError: there is no such backend.
-            UnsupportedError: a backend was asked for by name where it cannot run.
+            UnsupportedError: ``backend`` is named and cannot run here.
             StateError: the experts are quantised already.
         """
         if isinstance(self.experts, QuantizedExperts):
@@ -221,12 +221,12 @@ class MoE(torch.nn.Module):
 
         Args:
             x: [..., hidden_size], of the dtypes that dispatch takes.
-            num_tokens: [] integer on the device: only so many rows of ``x`` are tokens. The others may hold anything;
+            num_tokens: [] integer on the device: the first rows of ``x`` that are tokens. The others may hold anything;
                 they are not sent, not counted, and come out as zeros. For CUDA graphs, whose shapes are fixed.
             input_scale: the global scale of format nvfp4.
             max_tokens: a bound on the tokens that any rank passes in this call, which sizes all rows between dispatch
-                and combine (see :meth:`moelink.Communicator.dispatch`). Default: the tokens of ``x`` where only own
-                tokens come here (one rank, or mode "allreduce"), else ``max_tokens_per_rank``.
+                and combine (see :meth:`moelink.Communicator.dispatch`). Default: the tokens of ``x`` if only own tokens
+                arrive here (one rank, or mode "allreduce"), else ``max_tokens_per_rank``.
 
         Raises: as ``Communicator.dispatch``.
         """
@@ -286,7 +286,7 @@ class MoE(torch.nn.Module):
         self.experts.reset_parameters()
 
     def stats(self) -> LoadStats:
-        """Where this rank's tokens went. Synchronises with the host; counting does not.
+        """Return the load of this rank's tokens. Synchronises with the host; counting does not.
 
         Raises:
             StateError: the layer was made with ``load_steps=0``.

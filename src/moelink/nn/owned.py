@@ -1,17 +1,16 @@
-"""Which parts of a model belong to one rank alone: its experts, what is attached to them, counters and maps of ids.
+"""The parts of a model that belong to one rank alone: its experts and their adapters, counters and maps of ids.
 
-torch knows parameters that every rank has, and takes a parameter of one name for the same on all ranks. Experts have
-one name and differ. What works on a whole model (:class:`~torch.nn.parallel.DistributedDataParallel`, sums and norms of
-gradients, checkpoints) asks this file.
+torch takes parameters of one name for equal on all ranks. Experts have one name and differ. Functions on whole models
+(:class:`~torch.nn.parallel.DistributedDataParallel`, sums and norms of gradients, checkpoints) ask this file.
 
 The mark is on *modules*, not on tensors: the class of a module that holds experts has a property ``ownership``, an
-:class:`Ownership`, and everything below the module is owned, but for what the mark names as replicated. A mark on a
-tensor would be lost by what makes new tensors: ``load_state_dict(assign=True)``, casts that cannot change a tensor in
-place, ``torch.nn.utils.parametrize`` (the parameter becomes ``parametrizations.down_proj.original``), and adapters,
-which have parameters of their own. A module stays the same object in all of these, and a copy of it is marked as well.
-An adapter that wraps the experts (PEFT has the wrapped module as ``base_layer``) is owned with them.
+:class:`Ownership`. Everything below the module is owned, except the children that the mark names as replicated. A mark
+on a tensor would be lost when new tensors are made: by ``load_state_dict(assign=True)``, casts that cannot change a
+tensor in place, ``torch.nn.utils.parametrize`` (``parametrizations.down_proj.original``), and adapters, which have
+parameters of their own. In all of these the module stays the same object, and its copies are marked. An adapter around
+the experts (PEFT keeps the wrapped module as ``base_layer``) is owned with them.
 
-A communicator of one rank has all experts on every rank, which are replicated like all else; its counters are not.
+With a communicator of one rank every rank has all experts, so they are replicated; its counters are not.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _WRAPPED = ("base_layer",)
 
 @dataclass(frozen=True)
 class Ownership:
-    """What a module holds for its rank.
+    """The contents of a module that belong to its rank.
 
     Attributes:
         rank, world_size: of the communicator.
@@ -75,8 +74,8 @@ class OwnedTensor:
     Attributes:
         name: in the model.
         tensor: the parameter or buffer.
-        owner: what its module holds.
-        module: the module that is marked.
+        owner: the mark of its module.
+        module: the marked module.
         is_parameter, persistent: whether it is a parameter, and part of the state_dict.
     """
 
@@ -94,13 +93,13 @@ class OwnedTensor:
 
 
 def ownership_of(module: torch.nn.Module) -> Ownership | None:
-    """Return the mark of ``module`` itself. Wrappers that forward attributes of what they wrap have none."""
+    """Return the mark of ``module`` itself. Wrappers that forward attributes have none."""
     mark = module.ownership if hasattr(type(module), "ownership") else None
     return mark if isinstance(mark, Ownership) else None
 
 
 def owned_tensors(model: torch.nn.Module) -> Iterator[OwnedTensor]:
-    """Yield what belongs to this rank alone, each name once, in the order of modules."""
+    """Yield the tensors of this rank alone, each name once, in the order of modules."""
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: set[str] = set()
     for name, module in modules.items():
@@ -129,7 +128,7 @@ def owned_gradients(model: torch.nn.Module) -> dict[str, OwnedTensor]:
     """Return the parameters of this rank alone, by name: experts of a communicator of several ranks.
 
     Raises:
-        UnsupportedError: a fused shared expert, which every rank has, cannot be told from the others in a parameter.
+        UnsupportedError: a parameter has no separate group for the fused shared expert, which every rank has.
     """
     found = {t.name: t for t in owned_tensors(model) if t.is_parameter and t.owner.world_size > 1}
     for each in found.values():
@@ -174,8 +173,8 @@ def mark_experts(model: torch.nn.Module) -> torch.nn.Module:
     forward. A :class:`MoE` that is wrapped by itself, and models of
     :func:`moelink.integrations.transformers.parallelize`, need no call.
 
-    In a forward of DistributedDataParallel, gradients of experts are divided by the number of ranks: as those of all
-    other parameters, they are the mean over the ranks.
+    In a forward of DistributedDataParallel, gradients of experts are divided by the number of ranks, so that they are
+    the mean over the ranks, like all other gradients.
 
     Returns:
         ``model``, whose list of names to ignore (``_ddp_params_and_buffers_to_ignore``) has grown.
@@ -200,11 +199,11 @@ def mark_experts(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def fully_shard(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
-    """Shard what every rank of ``model`` has by :func:`torch.distributed.fsdp.fully_shard`; experts stay whole.
+    """Shard the replicated parameters of ``model`` by :func:`torch.distributed.fsdp.fully_shard`; experts stay whole.
 
-    Torch's own function would take this rank's experts for those of all ranks, and mix them. It can be called on parts
-    of a model before the whole, as torch's. Gradients are *summed* over the ranks, as those of experts are by
-    themselves: for the gradient of a mean over all ranks' tokens, divide each rank's loss by the number of all tokens.
+    torch's function alone would mix the experts of all ranks. Parts of a model can be sharded before the whole, as with
+    torch's function. Gradients are *summed* over the ranks, like those of experts: for the gradient of a mean over all
+    ranks' tokens, divide each rank's loss by the number of all tokens.
 
     Args:
         model: with layers of :mod:`moelink.nn`, or a part of it.
@@ -228,10 +227,10 @@ def fully_shard(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
 
 
 class Wrapping:
-    """The DistributedDataParallel around a layer, which the layer learns of in its forward.
+    """The DistributedDataParallel around a layer, which the layer finds in its forward.
 
-    It stays known afterwards: activation checkpointing computes the layer again outside of that forward, for gradients
-    that must be the same. A copy of a layer has none.
+    It stays known: activation checkpointing computes the layer again outside of that forward, and must find the same
+    gradients. A copy of a layer has none.
     """
 
     def __init__(self) -> None:
@@ -247,17 +246,17 @@ class Wrapping:
         return Wrapping, ()
 
     def ranks(self) -> int:
-        """Return by how many ranks gradients are divided: those of DistributedDataParallel, or 1 without it."""
+        """Return the divisor of gradients: the ranks of DistributedDataParallel, or 1 without it."""
         return self._ranks if self._ddp is not None and self._ddp() is not None else 1
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def look(self, mode: str, world_size: int, complete: bool = False) -> int:
-        """Learn which DistributedDataParallel calls, and check it; return :meth:`ranks`. In compiled code this happens
-        when it is traced; torch 2.11 takes no objects as arguments of what it calls then.
+        """Find the calling DistributedDataParallel, and check it; return :meth:`ranks`. In compiled code this happens
+        at tracing, where torch 2.11 allows no objects as arguments.
 
         Args:
             mode, world_size: of the communicator.
-            complete: each rank has the whole gradient of its experts for the mean, as all ranks have the same tokens.
+            complete: all ranks have the same tokens, so each has the whole gradient of its experts.
 
         Raises:
             UnsupportedError: it has not left experts alone, or is over other ranks.

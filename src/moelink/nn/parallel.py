@@ -1,4 +1,4 @@
-"""What a model with :class:`MoE` layers needs besides its forward: gradients of what is replicated, checkpoints.
+"""Gradients, norms and state_dicts of a model with :class:`MoE` layers.
 
 Legend: *replicated* is every parameter that all ranks have whole: all of a model but the experts of its MoE layers, and
 group 0 of these where the shared expert is fused. *Full* is a state_dict as one rank that owned all experts would have
@@ -39,7 +39,7 @@ def all_reduce_gradients(
     Replicated parameters are summed over all ranks of ``group``. Experts are the parameters of one rank of the
     communicator, whose rows came from all of its ranks, so their gradients are complete if it has all ranks of
     ``group``. If it has fewer, other communicators hold the same experts, and ``replicas`` names the ranks that do.
-    What is attached to experts (parametrisations, adapters) is theirs.
+    Parametrisations and adapters of experts count as experts.
 
     For the gradient of a mean over all ranks' tokens, divide each rank's loss by the number of all tokens. Nothing
     happens without a process group. Every rank must have gradients for the same parameters; frozen ones are skipped.
@@ -127,7 +127,7 @@ def clip_grad_norm_(
 
 
 def _gradients(model: torch.nn.Module, own: Mapping[str, OwnedTensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of what every rank has, and of this rank's experts; of a fused shared expert and the others, views."""
+    """Gradients of replicated parameters, and of this rank's experts; views if a shared expert is fused."""
     replicated: list[Tensor] = []
     mine: list[Tensor] = []
     for name, parameter in model.named_parameters():
@@ -198,7 +198,7 @@ def local_state_dict(model: torch.nn.Module, full: Mapping[str, Any]) -> dict[st
 
 
 def merge_state_dicts(model: torch.nn.Module, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The full state_dict of ``model`` from the parts of all ranks, in rank order. What is replicated is rank 0's.
+    """The full state_dict of ``model`` from the parts of all ranks, in rank order. Replicated values are rank 0's.
 
     Raises:
         ArgumentError: the parts do not add up to all experts.

@@ -76,7 +76,7 @@ class Experts(PlacedExperts, KnowsRows):
         intermediate_size: rows of gate, and of up, of each expert.
         activation: of the gate.
         seed: of :meth:`reset_parameters`.
-        placement: which expert each of the communicator's experts holds; None for the same number.
+        placement: the expert of each of the communicator's experts; None for the same number.
         device, dtype: of the parameters.
 
     Attributes:
@@ -112,7 +112,7 @@ class Experts(PlacedExperts, KnowsRows):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The weights that ``seed`` gives each expert, whichever rank owns it."""
+        """Draw the weights that ``seed`` gives each expert, on any rank."""
         for group in range(self.gate_up_proj.shape[0]):
             place = self.first + group - self.num_shared
             stream = SHARED if group < self.num_shared else EXPERTS + 2 * self.placement.experts[place]
@@ -138,7 +138,7 @@ class Experts(PlacedExperts, KnowsRows):
 class QuantizedExperts(PlacedExperts, KeepsBuffers):
     """The gated feed-forward experts of one rank in fp8, stacked; made by :meth:`moelink.nn.Experts.quantized`.
 
-    Rows come as format fp8_block128 has them and are multiplied as they are. Between the two products
+    Rows in format fp8_block128 are multiplied as they are. Between the two products
     :func:`moelink.activation.silu_and_quantize` quantises again. For inference: there are no gradients.
 
     Args:
@@ -147,7 +147,7 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
         backend: one of "triton", "torch", "flashinfer" (:mod:`moelink.nn.expert_backends`).
         activation: silu or a :class:`moelink.activation.Clamp`.
         experts: (id of the first physical expert here, 1 if group 0 is the fused shared expert).
-        placement: which expert each physical expert holds.
+        placement: the expert of each physical expert.
         dtype: of the output.
         ranks: (rank, world_size) of the communicator.
 

@@ -24,7 +24,7 @@ from moelink.routing import ExpertMap
 
 @dataclass(frozen=True)
 class Placement:
-    """Which expert each physical expert holds.
+    """The expert of each physical expert.
 
     Attributes:
         experts: [P], the expert of each physical expert. Every expert in [0, E) is there at least once.
@@ -137,7 +137,7 @@ def _check_load(load: Sequence[float], num_experts: int) -> None:
 
 
 def _replicate(load: Sequence[float], num_physical: int, world_size: int) -> list[int]:
-    """Return [E]: replicas of each expert. An expert has more than one on a rank only where all have that many."""
+    """Return [E]: replicas of each expert. An expert has several on a rank only if all experts have that many."""
     counts = [1] * len(load)
     for _ in range(num_physical - len(load)):
         most = min(counts) // world_size * world_size + world_size
@@ -178,7 +178,7 @@ def _keep(before: list[list[int]], ranks: list[list[int]]) -> list[list[int]]:
 
 
 def _in_place(mine: list[int], experts: list[int]) -> list[int]:
-    """Order ``experts`` so that those that are in ``mine`` stay where they are."""
+    """Order ``experts`` so that those in ``mine`` keep their places."""
     left = Counter(experts)
     result: list[int | None] = []
     for expert in mine:

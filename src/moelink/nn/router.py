@@ -5,7 +5,7 @@ Legend: ``T`` tokens, ``H`` hidden_size, ``E`` num_experts, ``K`` topk, ``N`` ex
 Every router here is one formula with parts switched on or off::
 
     s = softmax(W x)  or  sigmoid(W x)                         scores, [E]
-    c = s + b                                                  what is compared; b is the correction bias, or zero
+    c = s + b                                                  are compared; b is the correction bias, or zero
     c = -inf outside the best topk_groups of N groups          by the best, or the sum of the best two, c of the group
     ids = the K largest c                                      ties: as torch.topk breaks them
     w = s[ids], then / sum(w) if renormalize, then * scaling_factor
@@ -51,8 +51,8 @@ class RouterConfig:
             it; balancing schemes set it.
         num_groups: groups of consecutive experts; 1 for none. Must divide the number of experts.
         topk_groups: groups that a token may choose from.
-        group_score: what a group is compared by, its best score or the sum of its best two.
-        scaling_factor: what weights are multiplied with at the end.
+        group_score: the score of a group: its best expert's, or the sum of its best two.
+        scaling_factor: factor of the weights, applied last.
     """
 
     scoring: Scoring = "softmax"
@@ -85,7 +85,7 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class Routing:
-    """What a router chose.
+    """The choice of a router.
 
     Attributes:
         topk_ids: [T, K] int32, distinct in each token, best first.
@@ -135,7 +135,7 @@ def _limit_groups(compared: Tensor, config: RouterConfig) -> Tensor:
 
 
 class Router(KeepsBuffers):
-    """A linear map to logits in fp32 (fp64 for fp64 tokens), under autocast as well, then :func:`route`.
+    """A linear map to logits in fp32 (fp64 for fp64 tokens), also under autocast, then :func:`route`.
 
     Args:
         hidden_size, num_experts, topk: H, E, K.
@@ -186,7 +186,7 @@ class Router(KeepsBuffers):
         if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
             raise ArgumentError("x", f"shape [num_tokens, {self.weight.shape[1]}]", list(x.shape))
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        with torch.autocast(x.device.type, enabled=False):  # it would round what decides between experts
+        with torch.autocast(x.device.type, enabled=False):  # which would round the scores that decide between experts
             logits = torch.nn.functional.linear(x.to(dtype), self.weight.to(dtype))
             return route(logits, self.config, topk=self.topk, correction_bias=self.correction_bias)
 

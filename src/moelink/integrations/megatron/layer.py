@@ -35,12 +35,12 @@ class MoelinkTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         Args:
             config: Megatron's TransformerConfig.
             pg_collection: Megatron's process groups; ``ep`` and ``expt_tp`` are used.
-            settings: what Megatron does not know.
+            settings: arguments that Megatron does not have.
 
         Raises:
-            UnsupportedError: ``config`` asks for what the dispatcher cannot do.
-            ConfigError, ConfigMismatchError, PeerTimeoutError: as :func:`moelink.init`. Options of Megatron that ranks
-                were given differently are named, too.
+            UnsupportedError: the dispatcher does not support an option of ``config``.
+            ConfigError, ConfigMismatchError, PeerTimeoutError: as :func:`moelink.init`, also for options of Megatron
+                that differ between ranks.
         """
         super().__init__(config=config, pg_collection=pg_collection)
         check(config, expert_tensor_parallel_size=self.tp_size)
@@ -50,7 +50,7 @@ class MoelinkTokenDispatcher(MoETokenDispatcher):  # type: ignore[misc]
         self.topk_ids: Tensor | None = None
         self._shape: Any = None
         self._recv: moelink.DispatchOutput | None = None
-        self.cudagraph_attrs = ["topk_ids"]  # what a graph of moe_preprocess leaves for token_dispatch
+        self.cudagraph_attrs = ["topk_ids"]  # outputs of a graph of moe_preprocess that token_dispatch reads
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Take the shared experts, whose steps run between those of the dispatcher (``moe_shared_expert_overlap``)."""
@@ -139,7 +139,7 @@ class MoelinkMoELayer(MoELayer):  # type: ignore[misc]
 
         Args:
             config, submodules, layer_number, pg_collection: as for Megatron's MoELayer.
-            moelink: what Megatron does not know; a layer spec passes it in ``params``
+            moelink: arguments that Megatron does not have; a layer spec passes them in ``params``
                 (:func:`moelink.integrations.megatron.spec.with_moelink`).
 
         Raises:
@@ -147,7 +147,7 @@ class MoelinkMoELayer(MoELayer):  # type: ignore[misc]
                 error itself is the cause.
         """
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        # Before Megatron builds a dispatcher of its own, which it does in any case, and which may want other options.
+        # Before Megatron builds a dispatcher of its own, in any case, which may need other options.
         check(config, expert_tensor_parallel_size=groups.expt_tp.size())
         super().__init__(config, submodules, layer_number, groups)
         try:

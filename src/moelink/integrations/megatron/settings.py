@@ -1,4 +1,4 @@
-"""What a dispatcher is told, what it cannot do, and what ranks must agree on. Megatron is not imported here."""
+"""Settings and limits of a dispatcher, options that ranks must agree on, and routes. Megatron is not imported here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMPARED = (
     "moe_shared_expert_overlap",
     "moe_apply_probs_on_input",
 )
-"""Options of Megatron that change what a rank sends or computes, and that nobody else compares over the ranks."""
+"""Options of Megatron that change a rank's rows or results, and that nothing else compares over the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Settings(common.Settings):
 
 
 def check(config: Any, *, expert_tensor_parallel_size: int) -> None:
-    """Refuse what the dispatcher cannot do, before anything is built.
+    """Refuse options that the dispatcher does not support, before anything is built.
 
     Args:
         config: Megatron's TransformerConfig.

@@ -24,7 +24,7 @@ def with_moelink(spec: Any, settings: Settings) -> Any:
     Args:
         spec: of a transformer layer, of a block (``TransformerBlockSubmodules``), or of an MoE layer itself. It is not
             changed.
-        settings: what Megatron does not know.
+        settings: arguments that Megatron does not have.
 
     Raises:
         UnsupportedError: there is no MoELayer of Megatron in ``spec``.

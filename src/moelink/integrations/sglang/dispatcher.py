@@ -70,7 +70,7 @@ class MoelinkDispatcher(BaseDispatcher):  # type: ignore[misc]
     """Sends tokens to the ranks of their experts, one row for each token and expert, and brings the results home.
 
     Rows lie grouped by local expert, in groups of a multiple of 128 rows. Experts multiply by the router weights;
-    combine adds the rows of a token. The host waits for nothing, in prefill neither, so CUDA graphs may capture both.
+    combine adds the rows of a token. The host never waits, also not in prefill, so CUDA graphs may capture both.
     Decode asks SGLang for its masked product, prefill for the contiguous one.
     """
 
@@ -121,7 +121,7 @@ class MoelinkDispatcher(BaseDispatcher):  # type: ignore[misc]
 
         Raises:
             StateError: the output of the dispatch before was not combined.
-            ArgumentError: more tokens than SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK says.
+            ArgumentError: more tokens than SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.
         """
         if self._received is not None:
             raise StateError("dispatch: expected a combine of the dispatch before it, got none; call combine first")

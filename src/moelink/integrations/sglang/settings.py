@@ -1,4 +1,4 @@
-"""What a layer of SGLang asks of moelink: refusals, the format of its rows, arguments of ``init``. No SGLang here."""
+"""Settings of a layer of SGLang: refusals, the format of rows, arguments of ``init``. SGLang is not imported here."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def format_of(activations: torch.dtype, *, backend: str, fp8: bool, e8m0: bool, 
     Args:
         activations: dtype of the model's activations.
         backend: ``--moe-a2a-backend``.
-        fp8: whether the experts want rows in fp8.
-        e8m0: whether they want scales that are powers of two, packed (DeepGEMM on Blackwell).
+        fp8: whether the experts take rows in fp8.
+        e8m0: whether they take scales that are powers of two, packed (DeepGEMM on Blackwell).
         block: elements of a row that share a scale.
 
     Raises:
@@ -62,7 +62,7 @@ def init_arguments(
     device: torch.device,
     alignment: int = ALIGNMENT,
 ) -> dict[str, Any]:
-    """Return arguments of :func:`moelink.init`, without the group. ``num_experts`` counts replicas, too."""
+    """Return arguments of :func:`moelink.init`, without the group. ``num_experts`` includes replicas."""
     return {
         "num_experts": num_experts,
         "topk": topk,

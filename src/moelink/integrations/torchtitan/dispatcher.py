@@ -1,4 +1,4 @@
-"""torchtitan's token dispatcher over moelink, and selective checkpointing that keeps what it communicated."""
+"""torchtitan's token dispatcher over moelink, and selective checkpointing that keeps its results."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
     """Sends tokens to the ranks of the expert mesh and brings the experts' outputs home, by moelink.
 
     Rows come grouped by local expert, then by source rank, token and slot, as from torchtitan's AllToAll dispatcher.
-    combine applies the router's scores. The host never learns how many rows came: the rows have the size of the worst
-    case (or of ``capacity``), and only as many of them are used as the counts say. With one rank in the expert mesh
+    combine applies the router's scores. The host does not read the number of rows: they have the size of the worst case
+    (or of ``capacity``), and the counts on the device bound the used ones. With one rank in the expert mesh
     (``expert_parallel_degree=1``) torchtitan wires no mesh, and tokens are reordered by its own local dispatcher.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseEPTokenDispatcher.Config):  # type: ignore[misc]
-        """What :func:`moelink.integrations.torchtitan.settings.resolve` returns.
+        """The result of :func:`moelink.integrations.torchtitan.settings.resolve`.
 
         Attributes:
             hidden_dim: elements of a row.
@@ -96,7 +96,7 @@ class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 
         Returns:
             rows [rows, hidden], of which those past the counts are undefined; the number of rows of each local expert,
-            padding of ``expert_alignment`` included; and what :meth:`combine` needs.
+            padding of ``expert_alignment`` included; and the metadata of :meth:`combine`.
 
         Raises:
             ArgumentError: x has another dtype than was configured, or more tokens.
@@ -125,7 +125,7 @@ class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 
         Args:
             routed_output_RD: [rows, hidden], of x's dtype; row i is of the row i that :meth:`dispatch` returned.
-            metadata: what :meth:`dispatch` returned last.
+            metadata: of the last :meth:`dispatch`.
             x_TD: [tokens, hidden], the tokens that were dispatched.
         """
         if self.ep is None:

@@ -46,13 +46,13 @@ def dispatcher(
     num_sms: int | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Replace an expert-parallel token dispatcher, whichever it is, by moelink's.
+    """Replace any expert-parallel token dispatcher by moelink's.
 
     Args:
         cfg: the dispatcher's configuration.
-        hidden_dim: the model's dim; taken from ``cfg`` where it has it.
+        hidden_dim: the model's dim; None: of ``cfg``.
         num_max_tokens_per_rank: the most tokens of a rank in one call; likewise, or more.
-        dtype: of activations, "bfloat16" or "float32": ``training.mixed_precision_param``. None: what ``cfg`` has, else
+        dtype: of activations, "bfloat16" or "float32": ``training.mixed_precision_param``. None: of ``cfg``, else
             "bfloat16".
         dispatch_format: how rows travel. None: the format that carries ``dtype`` exactly.
         expert_alignment: rows of an expert are padded to a multiple of it. None: ``pad_multiple`` of ``cfg``, else 1.
@@ -69,8 +69,8 @@ def dispatcher(
 def routed_experts(cfg: Any, **given: Any) -> Any:
     """Replace the dispatcher of routed experts by moelink's, with the hidden size that the experts have.
 
-    For models that are configured for "standard". It claims the experts as well, so it cannot be combined with an
-    override of these; use :func:`dispatcher` there.
+    For models that are configured for "standard". It replaces the configuration of the experts, so it cannot be
+    combined with another override of these; use :func:`dispatcher` there.
 
     Args:
         cfg: the routed experts' configuration.

@@ -1,4 +1,4 @@
-"""What a dispatcher is told, from a torchtitan configuration and from an override. torchtitan is not imported."""
+"""Settings of a dispatcher, of a torchtitan configuration and an override. torchtitan is not imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMUNICATORS = SharedCommunicators()
 close = COMMUNICATORS.close
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"bfloat16": torch.bfloat16, "float32": torch.float32})
-"""By torchtitan's names, those that rows may have."""
+"""The dtypes of rows, by torchtitan's names."""
 
 FORMATS: Mapping[str, str] = MappingProxyType({"bfloat16": "bf16", "float32": "fp32"})
 """By torchtitan's name of a dtype, the format that carries it exactly."""
@@ -36,9 +36,9 @@ def resolve(configured: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
     """Return the fields of a dispatcher's configuration.
 
     Args:
-        configured: fields of the dispatcher configuration that is replaced, by torchtitan's names. What moelink has no
-            use for is left out, what it cannot honour is refused.
-        given: arguments of the override; None where it was not given.
+        configured: fields of the dispatcher configuration that is replaced, by torchtitan's names. Fields without an
+            equivalent are left out; unsupported values are refused.
+        given: arguments of the override; None for the default.
 
     Raises:
         ConfigError: a size is missing or given twice with different values, or a value is not acceptable.

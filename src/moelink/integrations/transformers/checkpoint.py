@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -26,7 +25,7 @@ class CheckpointError(MoelinkError, RuntimeError):
     """A checkpoint lacks a file or a tensor, or a tensor has another shape than the model.
 
     Raised on every rank when any rank meets it, before the model is used. Recover: complete the checkpoint (the message
-    names what is missing), then load again.
+    names the missing parts), then load again.
     """
 
 
@@ -34,7 +33,7 @@ def read_index(text: bytes, folder: Path) -> dict[str, str]:
     """Read the text of an index: the name of the file by the name of the tensor.
 
     File names are relative to ``folder`` and stay inside of it. (A file may be a link to a place outside, as in the
-    cache of the Hugging Face hub; who may make links in the folder may replace its files, too.)
+    cache of the Hugging Face hub; a user who may make links in the folder may also replace its files.)
 
     Raises:
         CheckpointError: the text is not the JSON of an index, or a file is named that is not in the folder.
@@ -62,7 +61,7 @@ def read_index(text: bytes, folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one rank read of a checkpoint.
+    """The tensors that one rank read of a checkpoint.
 
     Attributes:
         tensors: how many, whole or in part.
@@ -112,7 +111,7 @@ class Checkpoint:
         """Refuse, before anything is read, unless all tensors are listed and their files are there.
 
         Raises:
-            CheckpointError: naming the missing tensors, or the missing files and what was wanted from them.
+            CheckpointError: tensors or files are missing; it names them.
         """
         names = list(names)
         unlisted = [name for name in names if name not in self._files]
@@ -141,12 +140,12 @@ class Checkpoint:
         """The shape of the tensor ``name``; nothing of its values is read.
 
         Raises:
-            CheckpointError: it is not where the index says, or its file is missing or malformed.
+            CheckpointError: the indexed file lacks it, is missing or malformed.
         """
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """What safetensors calls the dtype of the tensor ``name``, such as "BF16"; raises as :meth:`shape`."""
+        """The dtype of the tensor ``name`` in safetensors' words, such as "BF16"; raises as :meth:`shape`."""
         return str(self._slice(name).get_dtype())
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
@@ -181,7 +180,7 @@ class Checkpoint:
         return self._open_files[name]
 
     def report(self, others: Iterable[str]) -> LoadReport:
-        """What has been read; ``others`` are names of tensors that belong to other ranks."""
+        """Return a report of the tensors read so far; ``others`` are names of tensors of other ranks."""
         left = (set(others) & self._files.keys()) - self._read.keys()
         return LoadReport(
             tensors=len(self._read),
@@ -194,9 +193,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
 

@@ -45,7 +45,7 @@ def run_experts(
         hidden_states: [T, H]; the same on every rank if ``ep`` is in mode "allreduce".
         topk_ids, topk_weights: [T, K], ids over all ranks.
         experts: this rank's, from received rows to rows [R, H].
-        peers: what sums are taken over in mode "allreduce"; None for one rank.
+        peers: the ranks of sums in mode "allreduce"; None for one rank.
     """
     replicated = ep.config.mode == "allreduce"
     x, weights = hidden_states, topk_weights
@@ -61,9 +61,9 @@ def run_experts(
 def compute(
     form: Form, tensors: Mapping[str, Tensor], recv: DispatchOutput, ep: moelink.Communicator, peers: Peers | None
 ) -> Tensor:
-    """What experts of ``form`` with this rank's ``tensors`` (by name of the parameter) make of received rows: [R, H].
+    """Return the output [R, H] of received rows, by experts of ``form`` with ``tensors``, parameters by name.
 
-    ``peers`` is what the norm's gradients are summed over in mode "allreduce"; None for one rank.
+    ``peers`` are the ranks over which the norm's gradients are summed in mode "allreduce"; None for one rank.
     """
     offsets = recv.row_offsets
     rows = dequantized(recv, ep.config, dtype=tensors[form.up].dtype)  # which is another one after a cast of the model
@@ -94,7 +94,7 @@ def _product(
 
 
 def _activated(form: Form, rows: Tensor, offsets: Tensor) -> Tensor:
-    """What stands between the products."""
+    """Apply the function between the products."""
     if form.activation is None:
         return form.method(rows)
     if not form.gated:
@@ -111,7 +111,7 @@ class ParallelExperts(KnowsRows):
 
     Attributes:
         gate_up_proj, down_proj, ...: as the model has them, of this rank's experts; none if they are quantised.
-        quantized: the experts in fp8, where they are.
+        quantized: the experts in fp8, or None.
         form: how the experts compute.
         num_experts: over all ranks.
         first: global id of this rank's first expert.
@@ -152,7 +152,7 @@ class ParallelExperts(KnowsRows):
 
     @property
     def ownership(self) -> Ownership:
-        """Which experts are here, for what works on whole models (:mod:`moelink.nn.owned`)."""
+        """The experts here, as functions on whole models ask for them (:mod:`moelink.nn.owned`)."""
         config = self._ep.config
         placed = range(config.num_experts)
         held = Ownership.of(config.rank, config.world_size, self.first, config.num_local_experts, placed, 0)

@@ -31,7 +31,7 @@ from moelink.rows.gated import known_activation, twin
 
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _TOPK = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k", "top_k")
-"""What configurations call the number of experts of a token."""
+"""Names of the number of experts of a token in configurations."""
 
 _SAME_AS_TORCH: dict[type, Activation] = {
     activations.SiLUActivation: functional.silu,
@@ -103,10 +103,10 @@ class Form:
     Attributes:
         up: name of the first parameter; the second one is ``down_proj``. Names of biases end in ``_bias``.
         biased: whether there are biases. transposed: whether weights are [E, in, out] in place of [E, out, in].
-        gated: whether the first product gives a gate as well.
+        gated: whether the first product has a gate.
         interleaved: whether its columns are gate and up in turn, in place of all of gate and then all of up.
-        activation: of the gate (or of the product, without a gate): one of moelink's own where there is one that is
-            the same; None for ``method``.
+        activation: of the gate (or of the product, without a gate): moelink's own, if one is equal; None for
+            ``method``.
         method: the module's own, from rows of the first product to rows of the second.
         norm: of an expert's output, or None. All experts share it.
         num_experts, hidden_size, intermediate_size: numbers of experts, and of elements before and between.
@@ -142,7 +142,7 @@ class Form:
 def is_experts(module: nn.Module) -> bool:
     """Return whether ``module`` holds the routed experts of a layer and uses transformers' experts interface.
 
-    An adapter around experts, which forwards the attributes of what it wraps, is taken for them, to be refused.
+    An adapter around experts, which forwards their attributes, counts as experts, and is refused later.
     """
     return all(hasattr(module, name) for name in _DECLARED) and isinstance(getattr(module, "down_proj", None), Tensor)
 
@@ -153,10 +153,10 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def form_of(module: Any) -> Form:
-    """Return what ``module``, for which :func:`is_experts` holds, declares.
+    """Return the form that ``module`` declares, for which :func:`is_experts` holds.
 
     Raises:
-        UnsupportedError: its parameters are not those that the declaration implies.
+        UnsupportedError: its parameters do not match the declaration.
     """
     refuse_attached(module)
     gated, transposed = bool(module.has_gate), bool(module.is_transposed)
@@ -188,11 +188,10 @@ def form_of(module: Any) -> Form:
 
 
 def refuse_attached(module: nn.Module) -> None:
-    """Refuse experts with an adapter around them (as PEFT has it) or parametrisations: these have the sizes of all
-    experts, and a rank is to have its own.
+    """Refuse experts with an adapter around them (as in PEFT) or parametrisations, which have the sizes of all experts.
 
     Raises:
-        UnsupportedError: ``module`` has such.
+        UnsupportedError: ``module`` has one of these.
     """
     attached = "an adapter" if hasattr(module, "base_layer") else "parametrisations"
     if attached == "an adapter" or hasattr(module, "parametrizations"):
@@ -206,7 +205,7 @@ def topk_of(model: Any, module: Any) -> int:
     """Return how many experts a token takes, as the configuration of ``module`` or that of ``model`` has it.
 
     Raises:
-        ArgumentError: neither says.
+        ArgumentError: neither has it.
     """
     whole = getattr(model, "config", None)
     for config in (getattr(module, "config", None), whole and whole.get_text_config(), whole):
@@ -216,11 +215,8 @@ def topk_of(model: Any, module: Any) -> int:
                 value = value[0]
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
-    raise ArgumentError(
-        "topk",
-        "the number of experts of a token, as the model's configuration has none of " + ", ".join(_TOPK),
-        None,
-    )
+    expected = f"the number of experts of a token, as the model's configuration has none of {', '.join(_TOPK)}"
+    raise ArgumentError("topk", expected, None)
 
 
 def _shape_of(module: Any, up: str, transposed: bool) -> tuple[int, int, int]:
@@ -237,8 +233,8 @@ def _shape_of(module: Any, up: str, transposed: bool) -> tuple[int, int, int]:
 
 
 def _method_of(module: Any, gated: bool) -> Callable[[Tensor], Tensor]:
-    """Return what stands between the products, bound to a copy of ``module`` without parameters: the weights of all
-    experts can be freed while it lives."""
+    """Return the function between the products, bound to a copy of ``module`` without parameters, so that the weights
+    of all experts can be freed."""
     if not gated:
         activation: Callable[[Tensor], Tensor] = module.act_fn
         return activation
@@ -249,7 +245,7 @@ def _method_of(module: Any, gated: bool) -> Callable[[Tensor], Tensor]:
 
 
 def _plain(module: Any) -> Activation:
-    """Return the function of torch that transformers' activation computes, or ``module`` where there is none."""
+    """Return the function of torch that transformers' activation computes, or ``module`` if there is none."""
     activation: Activation = _SAME_AS_TORCH.get(type(module), module)
     return activation
 
@@ -270,7 +266,7 @@ def _activation_of(module: Any, method: Callable[[Tensor], Tensor], *, interleav
 
 
 def _two_columns(method: Callable[[Tensor], Tensor], rows: Tensor, interleaved: bool) -> Tensor:
-    """Return ``method`` of ``rows``, refusing one that takes its columns otherwise than it declares."""
+    """Return ``method`` of ``rows``; refuse a method whose order of columns is not the declared one."""
     gate, up = rows.t()
     doubled = torch.stack([gate, up, gate, up] if interleaved else [gate, gate, up, up], dim=1)
     want = method(rows)

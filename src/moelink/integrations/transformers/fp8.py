@@ -1,7 +1,7 @@
 """Checkpoints in fp8 with a scale for each block of 128 x 128, as DeepSeek-V3 is published: experts stay as stored.
 
-Codes and scales of experts go where they are multiplied, without becoming other numbers in between. What is replicated
-(attention, shared experts) is dequantised to the model's dtype by transformers' own operation while it is read.
+Codes and scales of experts are multiplied as they are stored. Replicated weights (attention, shared experts) are
+dequantised to the model's dtype by transformers' own operation while they are read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORMAT = "fp8_block128"
 
 
 def scales_name(parameter: str) -> str:
-    """What transformers calls the scales of ``parameter``."""
+    """Return transformers' name of the scales of ``parameter``."""
     return f"{parameter}_scale_inv"
 
 
@@ -63,7 +63,7 @@ def check_quantization(config: Any, where: str) -> bool:
 
 
 def choose_for(form: Form, ep: moelink.Communicator, wanted: str) -> str:
-    """Return what multiplies experts of ``form`` whose weights are fp8: ``wanted``, or the best for "auto".
+    """Return the backend for experts of ``form`` whose weights are fp8: ``wanted``, or the best for "auto".
 
     Raises:
         ConfigError: there is no such backend.
@@ -107,7 +107,7 @@ def with_scales(model: PreTrainedModel, mapping: list[Any]) -> tuple[list[Any], 
 
 
 def check_scaled(model: PreTrainedModel, where: str, experts: Container[str]) -> None:
-    """Raise CheckpointError if a parameter besides ``experts`` is still fp8, for want of scales."""
+    """Raise CheckpointError if a parameter besides ``experts`` is still fp8 because its scales are missing."""
     fp8 = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float8_e4m3fn]
     left = [name for name in fp8 if name not in experts]
     if left:

@@ -32,6 +32,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from moelink.arith import ceil_div
+from moelink.config import EPConfig
 from moelink.control.exchange import Peers, all_to_all
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.integrations.transformers.checkpoint import Checkpoint, CheckpointError, LoadReport
@@ -50,6 +51,12 @@ class Part:
     count: int
     num_experts: int
 
+    @classmethod
+    def of(cls, config: EPConfig) -> Part:
+        """Return the experts of the communicator's rank."""
+        first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
+        return cls(first, config.num_local_experts, config.num_experts)
+
     @property
     def rows(self) -> slice:
         """Of the first dimension of the whole."""
@@ -62,7 +69,7 @@ class Part:
 
 @dataclass
 class Plan:
-    """What to read of a checkpoint.
+    """The tensors that a rank reads of a checkpoint.
 
     Attributes:
         wanted: by stored name, the rows of the first dimension to read; None for all.
@@ -93,7 +100,7 @@ def plan_of(
     experts: Mapping[str, Part],
     shapes: Mapping[str, Sequence[int]],
 ) -> Plan:
-    """What this rank reads of ``checkpoint``. Nothing is read yet but the shapes of what it has to read.
+    """Return the plan of this rank for ``checkpoint``. Only shapes are read yet.
 
     Args:
         mapping: :func:`mapping_of` the model, or that and more.
@@ -139,8 +146,8 @@ def check_shapes(
     experts: Mapping[str, Part],
     shapes: Mapping[str, Sequence[int]],
 ) -> None:
-    """Compare the shapes of the tensors that ``plan`` wants with those that ``model`` is written in. Where files have
-    other names, transformers compares what it has made of them.
+    """Compare the shapes of the tensors in ``plan`` with those that ``model`` is written in. If files have other names,
+    transformers compares the converted tensors.
 
     Raises: as :func:`plan_of`.
     """
@@ -162,8 +169,8 @@ def check_shapes(
 def _targets(
     model: PreTrainedModel, checkpoint: Checkpoint, mapping: Sequence[Any]
 ) -> tuple[dict[str, tuple[str, str | None]], set[str]]:
-    """(parameter, pattern of the conversion) by stored name, of those that have a place; and all parameters that get a
-    value, also those that a conversion makes besides the first."""
+    """Return (parameter, pattern of the conversion) by stored name, names without a place left out; and all parameters
+    that get a value, also the second and later ones of a conversion."""
     mapping = copy.deepcopy(list(mapping))  # conversions remember whether they were used
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -187,7 +194,7 @@ def _targets(
 
 
 def _may_be_missing(model: PreTrainedModel, names: set[str]) -> set[str]:
-    """Those of ``names`` that need not be stored: tied to others, or listed by the model's class as such."""
+    """Return the ``names`` that need not be stored: tied to others, or listed as such by the model's class."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     return {name for name in names if name in tied or any(re.search(pattern, name) for pattern in patterns)}
@@ -210,7 +217,7 @@ def empty_model(
 
     Raises:
         ArgumentError: there is no such folder, or no such dtype.
-        UnsupportedError: the checkpoint is quantised otherwise than in fp8 with blocks of 128 x 128.
+        UnsupportedError: the checkpoint is quantised, but not in fp8 with blocks of 128 x 128.
     """
     require("transformers")
     if not (Path(folder) / "config.json").is_file():
@@ -248,9 +255,9 @@ def is_empty(model: nn.Module) -> bool:
 def only_own(
     layers: Mapping[str, nn.Module], stacked: Mapping[str, Sequence[str]], part: Part, *, fp8: bool
 ) -> Iterator[dict[str, Part]]:
-    """Leave, in place of each layer's experts, room for this rank's: empty parameters that loading replaces.
+    """Replace each layer's experts by empty parameters for this rank's experts, which loading fills.
 
-    Gives ``part`` by name of each such parameter. If loading fails, the parameters are what they were.
+    Gives ``part`` by name of each such parameter. If loading fails, the old parameters return.
     """
     before = {name: dict(layer._parameters) for name, layer in layers.items()}
     parts: dict[str, Part] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from moelink.integrations.transformers.ranks import CheckedGenerate, agreed, gra
 from moelink.integrations.versions import require
 from moelink.nn.expert_backends import ExpertsBackend
 from moelink.nn.owned import mark_experts, owned_tensors
-from moelink.routing import ExpertMap
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,10 @@ class ParallelModel:
 
     Attributes:
         model: the model that was passed, changed in place.
-        ep: what its layers with experts communicate over, one after the other.
+        ep: the communicator of its layers with experts, which run one after the other.
         group: the process group of the ranks; None for one rank.
-        loaded: what was read of a checkpoint; None without one.
-        peers: the ranks of ``group``, and how long exchanges wait for one.
+        loaded: the tensors that were read of a checkpoint; None without one.
+        peers: the ranks of ``group``, and the timeout of exchanges.
     """
 
     model: PreTrainedModel
@@ -60,7 +58,7 @@ class ParallelModel:
         """The 2-norm of the whole model's gradient, [] fp32, the same on every rank. Collective; after sum_gradients.
 
         ``torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, parallel.grad_norm())`` clips by it.
-        (``clip_grad_norm_`` would scale each rank by the norm of what it has itself, and ranks would drift apart.)
+        (``clip_grad_norm_`` would scale each rank by the norm of its own gradients, and ranks would diverge.)
         """
         return gradient_norm(self._replicated(), self._own(), self.peers)
 
@@ -80,13 +78,9 @@ class ParallelModel:
                 "checkpoint has them; copy the checkpoint"
             )
         state = gathered_state_dict(self.model, experts, peers=self.peers, rank=self.ep.config.rank)
-        problem: Exception | None = None
-        if state is not None:
-            try:
+        with agreed(self.peers):
+            if state is not None:
                 type(self.model).save_pretrained(self.model, folder, state_dict=state)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait for this rank's word
-                problem = error
-        agreed(problem, self.peers)
 
     def load_pretrained(self, folder: str | Path) -> LoadReport:
         """Read the weights of ``folder`` into the model, each rank its own experts only. Collective.
@@ -104,17 +98,11 @@ class ParallelModel:
             raise UnsupportedError(
                 "load_pretrained: expected experts of the model's dtype, got experts in fp8; use from_pretrained"
             )
-        problem: Exception | None = None
-        try:
+        with agreed(self.peers):
             model = empty_model(folder, dtype=self.model.dtype, auto_class=type(self.model))
             layers = dict(experts_of(model))
             forms = {name: form_of(module) for name, module in layers.items()}
-        except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait for this rank's word
-            problem = error
-        agreed(problem, self.peers)
-        config = self.ep.config
-        first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
-        part = Part(first, config.num_local_experts, config.num_experts)
+        part = Part.of(self.ep.config)
         report = _load(model, layers, forms, part, self.ep.device, checkpoint=folder, peers=self.peers, fp8=False)
         self.model.load_state_dict(model.state_dict())
         return report
@@ -133,9 +121,7 @@ class ParallelModel:
     def __enter__(self) -> ParallelModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -163,8 +149,8 @@ def parallelize(
 ) -> ParallelModel:
     """Spread the experts of ``model`` over the ranks, in place; the rest stays as it is, on every rank. Collective.
 
-    Rank r keeps a contiguous block of each layer's experts; where their number does not divide, the first ranks keep
-    one more. All ranks pass a model with the same weights, or an empty one and ``checkpoint``.
+    Rank r keeps a contiguous block of each layer's experts; if their number does not divide, the first ranks keep one
+    more. All ranks pass a model with the same weights, or an empty one and ``checkpoint``.
 
     Args:
         model: whose experts use transformers' experts interface.
@@ -175,12 +161,12 @@ def parallelize(
         dispatch_format: how rows travel; None for the format that carries the model's dtype exactly, or for
             ``fp8_block128`` if the checkpoint's experts are in fp8.
         combine_dtype: of experts' outputs on the way home; None for the model's dtype.
-        capacity: rows a rank receives at most; None for the worst case. ``ep.check()`` reports what did not fit.
+        capacity: rows a rank receives at most; None for the worst case. ``ep.check()`` reports lost rows.
         checkpoint: a folder of safetensors files; a rank reads the replicated weights and its own experts only.
-        experts_backend: what multiplies experts of a checkpoint in fp8, as in :class:`moelink.nn.MoE`.
-        topk: experts of a token, if the model's configuration does not say.
+        experts_backend: the product of experts of a checkpoint in fp8, as in :class:`moelink.nn.MoE`.
+        topk: experts of a token, if the model's configuration does not have it.
         group, transport, num_sms, timeout: as for :func:`moelink.init`.
-        device: where the model is, or is to be loaded to; None for where it is, or moelink's default.
+        device: of the model after the call; None for its present one, or moelink's default if it is empty.
 
     Raises:
         ArgumentError: the model has no experts that use the interface, or is empty without a ``checkpoint``.
@@ -197,21 +183,15 @@ def parallelize(
         raise ArgumentError("checkpoint", "a folder, as parameters of the model are on the meta device", None)
     fp8 = checkpoint is not None and check_quantization(model.config, f"checkpoint {checkpoint}")
     settings = Settings(
-        max_tokens_per_rank=max_tokens_per_rank,
-        dispatch_format=dispatch_format or (FORMAT if fp8 else None),
-        combine_dtype=combine_dtype,
-        capacity=capacity,
-        transport=transport,
-        num_sms=num_sms,
-        timeout=timeout,
-    )
+        max_tokens_per_rank=max_tokens_per_rank, dispatch_format=dispatch_format or (FORMAT if fp8 else None),
+        combine_dtype=combine_dtype, capacity=capacity, transport=transport, num_sms=num_sms, timeout=timeout,
+    )  # fmt: skip
     where = torch.device(device) if device is not None else None if empty else model.device
     ep = settings.open(shape, mode=mode, group=group, device=where)
     ranks = (group or dist.group.WORLD) if ep.config.world_size > 1 else None
     peers = peers_of(ep, ranks, "an exchange of the model's weights", busy=BUSY) if ranks is not None else None
     layer_peers = peers_of(ep, ranks, "a sum of a layer") if ranks is not None else None
-    first = ExpertMap(ep.config.num_experts, ep.config.world_size).first(ep.config.rank)
-    part, loaded = Part(first, ep.config.num_local_experts, ep.config.num_experts), None
+    part, loaded = Part.of(ep.config), None
     try:
         backends = {name: choose_for(form, ep, experts_backend) for name, form in forms.items()} if fp8 else {}
         if checkpoint is None:
@@ -223,8 +203,9 @@ def parallelize(
         raise
     names = _all_names(model, layers)
     for name, module in layers.items():
-        quantized = quantized_experts(module, forms[name], ep, first=first, backend=backends[name]) if fp8 else None
-        experts = ParallelExperts(ep, module, forms[name], first=first, peers=layer_peers, quantized=quantized)
+        form, first = forms[name], part.first
+        quantized = quantized_experts(module, form, ep, first=first, backend=backends[name]) if fp8 else None
+        experts = ParallelExperts(ep, module, form, first=first, peers=layer_peers, quantized=quantized)
         experts.has_jitter = has_jitter(model)
         for each in names[name]:
             model.set_submodule(each, experts)
@@ -262,41 +243,22 @@ def from_pretrained(
     """
     model = empty_model(folder, dtype=dtype, auto_class=auto_class, attn_implementation=attn_implementation)
     parallel = parallelize(
-        model,
-        max_tokens_per_rank=max_tokens_per_rank,
-        mode=mode,
-        dispatch_format=dispatch_format,
-        combine_dtype=combine_dtype,
-        capacity=capacity,
-        checkpoint=folder,
-        experts_backend=experts_backend,
-        topk=topk,
-        group=group,
-        device=device,
-        transport=transport,
-        num_sms=num_sms,
-        timeout=timeout,
-    )
+        model, max_tokens_per_rank=max_tokens_per_rank, mode=mode, dispatch_format=dispatch_format,
+        combine_dtype=combine_dtype, capacity=capacity, checkpoint=folder, experts_backend=experts_backend, topk=topk,
+        group=group, device=device, transport=transport, num_sms=num_sms, timeout=timeout,
+    )  # fmt: skip
     model.train(False)
     return parallel
 
 
 def _shape_of(model: PreTrainedModel, layers: dict[str, Any], forms: dict[str, Form], topk: int | None) -> Shape:
     shapes = {
-        Shape(
-            num_experts=form.num_experts,
-            topk=topk_of(model, layers[name]) if topk is None else topk,
-            hidden_size=form.hidden_size,
-            dtype=form.dtype,
-        )
+        Shape(form.num_experts, topk_of(model, layers[name]) if topk is None else topk, form.hidden_size, form.dtype)
         for name, form in forms.items()
     }
     if not shapes:
-        raise ArgumentError(
-            "model",
-            "layers with experts that use transformers' experts interface, not yet parallelised",
-            f"{type(model).__name__} without any",
-        )
+        expected = "layers with experts that use transformers' experts interface, not yet parallelised"
+        raise ArgumentError("model", expected, f"{type(model).__name__} without any")
     if len(shapes) > 1:
         raise UnsupportedError(
             f"{type(model).__name__}: expected experts of one shape in all layers, got {shapes}; pass the parts of "
@@ -337,17 +299,9 @@ def _load(
 ) -> LoadReport:
     """This rank's experts and all that is replicated, from files. Collective."""
     stacked = {name: form.stacked for name, form in forms.items()}
-    with only_own(layers, stacked, part, fp8=fp8) as parts:
-        problem: Exception | None = None
-        result = None
-        try:
-            with Checkpoint(checkpoint) as opened:
-                result = fill(model, opened, parts, device)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the peers wait for this rank's word
-            problem = error
-        agreed(problem, peers)
-    assert result is not None
-    return result
+    with only_own(layers, stacked, part, fp8=fp8) as parts, agreed(peers), Checkpoint(checkpoint) as opened:
+        result = fill(model, opened, parts, device)
+    return result  # noqa: RET504 - mypy takes agreed for one that may suppress errors
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:

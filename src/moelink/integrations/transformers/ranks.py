@@ -10,7 +10,8 @@ behind a router with jitter.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,11 +31,15 @@ _JITTER = ("router_jitter_noise", "input_jitter_noise")
 """Names of a router's jitter in the configurations of models."""
 
 
-def agreed(problem: BaseException | None, peers: Peers | None) -> None:
-    """Raise ``problem`` here, and a CheckpointError with its text on ranks without one. Collective.
-
-    ``peers`` is None for one rank.
-    """
+@contextmanager
+def agreed(peers: Peers | None) -> Iterator[None]:
+    """Run a block on all ranks (None: one rank). An error is raised on its rank, and as a CheckpointError with its text
+    on ranks without one. Collective at the end of the block."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the peers wait for this rank's word, after any error
+        problem = error
     if peers is not None:
         told = gather_values(None if problem is None else str(problem), peers)
         if problem is None:
@@ -115,8 +120,8 @@ class _Share(torch.autograd.Function):
 class _Total(torch.autograd.Function):
     """``total``, which is the sum over ranks; the gradient, the same on every rank, is that of each summand.
 
-    The sum is made before: torch 2.11, when it compiles a function that writes into a tensor of its own, loses the
-    gradient.
+    The sum is computed before: torch 2.11 loses the gradient when it compiles a function that writes into a tensor of
+    its own.
     """
 
     @staticmethod

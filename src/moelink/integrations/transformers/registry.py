@@ -1,13 +1,12 @@
 """moelink in transformers' own registry of ways to bring tokens to experts (``EPImplementationInterface``).
 
-transformers then shards the model itself, from its plans, and loads each rank's part; moelink moves the tokens. How the
-ranks are fed follows from the sizes in ``DistributedConfig``: where the ranks of the expert group hold the same batch
-(``ep_size == tp_size``), mode "allreduce"; where each has a batch of its own (``tp_size == 1``), mode "alltoall".
+transformers then shards the model itself, by its plans, and loads each rank's part; moelink moves the tokens. The mode
+follows from the sizes in ``DistributedConfig``: "allreduce" if the ranks of the expert group hold the same batch
+(``ep_size == tp_size``), "alltoall" if each has a batch of its own (``tp_size == 1``).
 """
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from moelink.output import DispatchOutput
 
 
 class Registration:
-    """What :func:`register` returns: the communicators of the models that used it. Also a context manager."""
+    """The communicators of the models that use a registered name; of :func:`register`. Also a context manager."""
 
     def __init__(self, name: str, settings: Settings) -> None:
         self.name, self._settings = name, settings
@@ -35,7 +34,7 @@ class Registration:
     def communicator(
         self, shape: Shape, *, mode: Mode, group: dist.ProcessGroup, device: torch.device
     ) -> moelink.Communicator:
-        """The one of all layers alike; made the first time. Collective then.
+        """Return the communicator of all equal layers; opened the first time. Collective then.
 
         Raises:
             ClosedError: after :meth:`close`.
@@ -49,11 +48,11 @@ class Registration:
 
     @property
     def communicators(self) -> tuple[moelink.Communicator, ...]:
-        """Those made so far, in order."""
+        """The communicators opened so far, in order."""
         return tuple(self._communicators.values())
 
     def close(self) -> None:
-        """Close all communicators. The name stays in transformers' registry and says so when it is used."""
+        """Close all communicators. The name stays in transformers' registry; its use raises ClosedError."""
         self._closed = True
         for ep in self._communicators.values():
             ep.close()
@@ -61,9 +60,7 @@ class Registration:
     def __enter__(self) -> Registration:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -83,7 +80,7 @@ def register(
 
     Call it on every rank before ``from_pretrained``. Registering a name again replaces its settings for models loaded
     afterwards. The number of experts must be a multiple of ``ep_size``, as transformers demands. ``topk`` is the number
-    of experts of a token, if the model's configuration does not say.
+    of experts of a token, if the model's configuration does not have it.
 
     Raises:
         UnsupportedError: this transformers has no such registry (:func:`parallelize` needs none), or is not one of the
@@ -101,14 +98,9 @@ def register(
         ) from error
 
     settings = Settings(
-        max_tokens_per_rank=max_tokens_per_rank,
-        dispatch_format=dispatch_format,
-        combine_dtype=combine_dtype,
-        capacity=capacity,
-        transport=transport,
-        num_sms=num_sms,
-        timeout=timeout,
-    )
+        max_tokens_per_rank=max_tokens_per_rank, dispatch_format=dispatch_format, combine_dtype=combine_dtype,
+        capacity=capacity, transport=transport, num_sms=num_sms, timeout=timeout,
+    )  # fmt: skip
     registration = Registration(name, settings)
 
     class MoelinkEP(EPImplementation):  # type: ignore[misc]
@@ -123,12 +115,9 @@ def register(
                     "change one of them"
                 )
             self.experts, self.group, self.form = experts, ep_mesh.get_group(), form_of(experts)
-            shape = Shape(
-                num_experts=self.num_local_experts * ep_mesh.size(),
-                topk=topk_of(None, experts) if topk is None else topk,
-                hidden_size=self.form.hidden_size,
-                dtype=self.form.dtype,
-            )
+            count = topk_of(None, experts) if topk is None else topk
+            num_experts = self.num_local_experts * ep_mesh.size()
+            shape = Shape(num_experts, count, self.form.hidden_size, self.form.dtype)
             device = device_of(ep_mesh.device_type)
             mode: Mode = "allreduce" if self.shares_batch else "alltoall"
             self.ep = registration.communicator(shape, mode=mode, group=self.group, device=device)

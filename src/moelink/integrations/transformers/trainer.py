@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` for a parallelised model: its checkpoints and its gradient norm are those of all ranks."""
+"""``transformers.Trainer`` for a parallelised model: checkpoints and gradient norms are of all ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from moelink.integrations.transformers.parallel import ParallelModel
 class Trainer(transformers.Trainer):
     """``transformers.Trainer`` over ranks that each hold experts of their own.
 
-    What Trainer does on rank 0 alone, or takes for the same on all ranks, is done for all of them here: saving and
-    loading the model and the optimizer, and clipping. Everything else is transformers'. Gradients are averaged by the
-    DistributedDataParallel that accelerate puts around the model, which leaves experts alone.
+    Trainer saves and loads the model and the optimizer on rank 0 alone, and takes gradient norms for equal on all
+    ranks; here these steps cover all ranks. Everything else is transformers'. The DistributedDataParallel that
+    accelerate puts around the model averages gradients, and leaves experts alone.
 
     A checkpoint has the whole model, as transformers writes it, and the optimizer's state of each rank in a file of its
     own, ``optimizer-RANK-of-RANKS.pt``: training resumes on as many ranks as have saved.
 
     Args:
-        parallel: what :func:`parallelize` returned, in mode "alltoall" and over all ranks.
-        arguments: those of ``transformers.Trainer``, but for its model.
+        parallel: of :func:`parallelize`, in mode "alltoall" and over all ranks.
+        arguments: of ``transformers.Trainer``, without its model.
 
     Raises:
         UnsupportedError: ``parallel`` is in mode "allreduce", whose ranks take the same batch, or over other ranks.

@@ -138,7 +138,7 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         return self._communicator().config.world_size
 
     def output_is_reduced(self) -> bool:
-        """True: what finalize writes is the sum over all ranks."""
+        """True: finalize writes the sum over all ranks."""
         return True
 
     def supports_async(self) -> bool:
@@ -291,7 +291,7 @@ def _nothing() -> None:
 
 
 def _wanted(fused_experts: Any) -> Quantization:
-    """Return how these experts want their input."""
+    """Return the input of these experts."""
     quant = fused_experts.quant_config
     return Quantization(
         dtype=quant.quant_dtype,

@@ -1,4 +1,4 @@
-"""What a layer of vLLM asks of moelink: refusals, the format of its rows, arguments of ``init``. No vLLM here."""
+"""Settings of a layer of vLLM: refusals, the format of rows, arguments of ``init``. vLLM is not imported here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How vLLM was started, as far as it matters here; the names are those of its options.
+    """Options of vLLM that matter here, by their names.
 
     Attributes:
         backend: ``--all2all-backend``.
@@ -43,10 +43,10 @@ class Parallelism:
 
 
 def refuse(asked: Parallelism) -> None:
-    """Refuse what moelink cannot do, or would not take part in.
+    """Refuse options that moelink does not support.
 
     Raises:
-        UnsupportedError: it names the option, and what to do instead.
+        UnsupportedError: it names the option and the alternative.
     """
     off = f"or unset {VLLM.name}"
     if asked.backend != BACKEND:
@@ -76,7 +76,7 @@ def refuse(asked: Parallelism) -> None:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How experts want their input; of vLLM's ``FusedMoEQuantConfig`` and of the experts.
+    """The input of experts, by vLLM's ``FusedMoEQuantConfig`` and the experts.
 
     Attributes:
         dtype: of the quantised input: a torch dtype, a name ("nvfp4"), or None.
@@ -85,7 +85,7 @@ class Quantization:
         static: the scale is known before the tokens are.
         deferred: the experts quantise their input themselves.
         e8m0: scales are powers of two (DeepGEMM on Blackwell).
-        transposed: scales are wanted as [scales per row, rows].
+        transposed: scales are [scales per row, rows].
     """
 
     dtype: torch.dtype | str | None = None
@@ -111,7 +111,7 @@ class Rows:
 
 
 def rows_of(activations: torch.dtype, wanted: Quantization) -> Rows:
-    """Return how rows travel to experts that want ``wanted``.
+    """Return the rows on their way to experts with the input ``wanted``.
 
     Raises:
         UnsupportedError: activations of this dtype, or a quantisation of which a row depends on other rows.
@@ -157,7 +157,7 @@ def init_arguments(
             are experts of their own.
         device: this rank's.
         microbatches: that may be in flight at a time; each has a lane. On a CUDA device they share its SMs evenly,
-            unless ``settings`` says how many a lane uses.
+            unless ``settings`` has a number for each lane.
     """
     chosen = settings.arguments()
     if microbatches > 1 and device.type == "cuda" and settings.num_sms is None:
@@ -178,12 +178,12 @@ def init_arguments(
 
 
 def bound_of(largest: int | None, *, own: int, shards: int, limit: int) -> int | None:
-    """Return a bound on the tokens of every rank in a call, or None where it is not known.
+    """Return a bound on the tokens of every rank in a call, or None if it is not known.
 
     It is a power of two, or ``limit``, so that calls of similar sizes are of one kind.
 
     Args:
-        largest: the most tokens of a data-parallel rank, None where vLLM has not said.
+        largest: the most tokens of a data-parallel rank, None if vLLM does not say.
         own: this rank's tokens.
         shards: ranks over which sequence parallelism divides the tokens of a data-parallel rank.
         limit: ``max_tokens_per_rank`` of the communicator.
