@@ -6,7 +6,7 @@ gated           the same with gradients, for rows that stay in their dtype; gate
 grouped_fp8     the kernel of a grouped product of fp8 rows and weights with scales by block
 dequantize      quantised rows as rows of a plain dtype, through which gradients flow; dequantize_kernel
 scale_rows      gradients of combine, and conversions between dtypes; scale_rows_kernel
-common_kernel   what these kernels share: launch constants, the division of rows into steps, the launch
+common_kernel   parts of these kernels: launch constants, the division of rows into steps, the launch
 ==============  ========================================================================================================
 
 Nothing of the transport uses this. Importing this package does not import triton; the modules of kernels do.

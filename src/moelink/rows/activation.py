@@ -10,12 +10,12 @@ The arithmetic, each operation rounded once in fp32, none fused::
                                                                                  u = clamp(up, -limit, limit)
     exp(x) = 2**n * P(r), n = round(x / ln 2), r = x - n ln 2           P of degree 6; x held in [-80, 89]
 
-What is promised:
+Guarantees:
 
 * Torch twin and kernel agree **bit for bit**, interpreted and compiled, on CPU and CUDA, z included. (A NaN in format
   fp32 has unspecified bits.)
 * Payload and scales are those of ``format.quantize(z)``, and z is what format fp32 gives.
-* z is within 4 ulp of the exact value, clamped within 4 + abs(alpha * g), which is what rounding alpha * g costs; as
+* z is within 4 ulp of the exact value, clamped within 4 + abs(alpha * g), the cost of rounding alpha * g; as
   long as -gate (or -alpha * g) is below 88 and no step leaves the normal range of fp32. From 88.4 on, z is zero, where
   the exact silu is below 4e-37 * abs(up).
 * NaN stays NaN, and gate = -inf gives NaN, as the formula does. The clamped variant takes inf for the limit.

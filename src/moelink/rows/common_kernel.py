@@ -1,8 +1,8 @@
 """The common part of kernels on rows: launch constants, the division of rows, conversions of numbers, the launch.
 
 How many rows exist is read on the device, from the last of ``row_offsets``; later rows are neither read nor written.
-So a fixed number of programs serves any number of rows, and a call costs what its rows cost, not what its buffers could
-hold. Nothing waits for anything; there is no protocol.
+So a fixed number of programs serves any number of rows, and the cost of a call follows from its rows, not from the size
+of its buffers. Nothing waits for anything; there is no protocol.
 
 The work is cut into steps, and program p of P does the steps p, p + P, p + 2 P, ... Most kernels take the rows as one
 list of groups of GS = GROUP_SIZE elements: group f is columns [f % W * GS, f % W * GS + GS) of row f // W, with W = H /
@@ -44,9 +44,9 @@ class RowConstants(Constants):
         ONE_SCALE: a row has one scale. HAS_INPUT_SCALE: there is a global scale (or one for each group of rows).
         KIND: of the gated activation. ALPHA, LIMIT: the numbers of the clamped kind.
         TAIL_TILES: 128x4 tiles that are cleared at a time.
-        STRIDE: elements from a row of ``d`` to the next, 0 where all rows are one.
+        STRIDE: elements from a row of ``d`` to the next, 0 if all rows are one.
         COLUMNS, ROWS: columns at a time, of so many rows.
-        HAS_WEIGHTS, HAS_OUT, HAS_DOTS: whether there are weights, and what is computed.
+        HAS_WEIGHTS, HAS_OUT, HAS_DOTS: whether there are weights, and which results are computed.
         BY_SLOT: only rows of one slot are stored.
     """
 

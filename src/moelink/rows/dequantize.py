@@ -1,4 +1,4 @@
-"""Dequantise received rows, with gradients that flow through them to what was dispatched (straight-through)."""
+"""Dequantise received rows, with gradients that flow through them to the dispatched tokens (straight-through)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def dequantize(
 ) -> Tensor:
     """Dequantise ``recv.tokens`` of any format to [rows, hidden_size] of ``dtype`` (default: ``combine_dtype``).
 
-    Gradients flow through the result to what was dispatched as if it had not been rounded (straight-through). Rows past
+    Gradients flow through the result to the dispatched tokens, as if without rounding (straight-through). Rows past
     the last offset are undefined. ``input_scale`` is the one that was passed to dispatch (format nvfp4).
 
     Example:
@@ -106,7 +106,7 @@ def _dequantize_rows(
     tokens: Tensor, scales: Tensor, row_offsets: Tensor, scales_offsets: Tensor | None, input_scale: Tensor | None,
     format: str, hidden_size: int, dtype: torch.dtype, *, by_row: bool = False,
 ) -> Tensor:  # fmt: skip
-    """``by_row``: scales are row-major, whatever the format's layout is, as layout "rank" has them."""
+    """``by_row``: scales are row-major in any layout of the format, as in layout "rank"."""
     fmt = get_format(format)
     out = torch.empty(tokens.shape[0], hidden_size, dtype=dtype, device=tokens.device)
     if tokens.is_cuda:

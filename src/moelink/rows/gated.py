@@ -51,7 +51,7 @@ class GatedActivation:
 
 
 def known_activation(activation: Callable[[Tensor], Tensor] | Clamp) -> GatedActivation | None:
-    """What ``activation`` is, or None for a function that is none of the known ones.
+    """Return the kind of ``activation``, or None for an unknown function.
 
     Known are ``torch.nn.functional.silu`` and ``gelu`` (also as ``functools.partial(gelu, approximate="tanh")``), the
     modules ``torch.nn.SiLU`` and ``GELU``, but no class derived from them, and :class:`moelink.activation.Clamp`.

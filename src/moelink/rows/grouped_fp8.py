@@ -55,7 +55,7 @@ _BLOCK = tl.constexpr(BLOCK)
 
 @dataclass(frozen=True, repr=False, eq=False)
 class GroupedConstants(Constants):
-    """What the kernel is compiled for.
+    """Launch constants of the kernel.
 
     Attributes:
         K, N: columns of a row and of the output. NUM_GROUPS: groups; GROUPS_POW2: the next power of two.
@@ -63,7 +63,7 @@ class GroupedConstants(Constants):
             or 2, which share the loaded rows.
         BAND: tiles of rows that the tiles in progress span before they go on to the next columns.
         SWAPPED: multiply weight by transposed rows. DESCRIPTORS: load tiles through tensor descriptors.
-        OPERANDS: what codes are multiplied as: "fp8" where the device can, else "fp16" (exact), or "fp32" interpreted.
+        OPERANDS: the type of the factors: "fp8" if the device can, else "fp16" (exact), or "fp32" interpreted.
         NATIVE_CASTS: the device's narrow conversions.
     """
 
@@ -83,7 +83,7 @@ class GroupedConstants(Constants):
 
 @triton.jit
 def _operand(block, S: tl.constexpr):
-    """Codes as what is multiplied."""
+    """Convert codes to the type of the factors."""
     if S.OPERANDS == "fp8":
         return block
     elif S.OPERANDS == "fp16":
@@ -161,7 +161,7 @@ def _tile(codes, scales, weight, weight_scales, out, rows, group, place, bounds,
     if S.PARTS == 2:
         next_column = tl.minimum(column + S.BLOCK_COLUMNS, S.N - 1)
         next_row = group.to(tl.int64) * S.N + next_column
-        # The last column tile may have no second part: its scale is read from where there is one.
+        # The last column tile may have no second part: then this is the scale of the last column.
         next_block = tl.minimum(first_column + S.BLOCK_COLUMNS, S.N - 1) // _BLOCK
         next_scale = weight_scales + (group * NB + next_block) * KB
         next_sums = tl.zeros(shape, tl.float32)
@@ -214,7 +214,7 @@ class Tiles:
         columns: of a part of a tile, 64 or 128.
         parts: side by side in a tile, 1 or 2.
         swapped: weight is the left operand.
-        descriptors: tiles are loaded through tensor descriptors, by the TMA unit where there is one.
+        descriptors: tiles are loaded through tensor descriptors, by the TMA unit if there is one.
         num_warps, num_stages: of the compiled kernel; stages are the blocks of K in flight.
         programs: of each SM.
         band: tiles of rows that tiles in progress span.
@@ -274,7 +274,7 @@ def default_settings(device: torch.device) -> Settings:
 
 
 def constants_of(tiles: Tiles, weight: torch.Size, *, operands: str, native: bool) -> GroupedConstants:
-    """What the kernel is compiled for, for weights of shape [G, N, K]."""
+    """Launch constants of the kernel for weights of shape [G, N, K]."""
     groups, columns, inner = weight
     return GroupedConstants(
         K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups), BLOCK_ROWS=tiles.rows,

@@ -27,7 +27,7 @@ def count_rows(row_offsets: Tensor, rows: int) -> int:
 
 
 def cast_rows(rows: Tensor, row_offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert ``rows`` [R, H] to ``dtype``: ``rows`` itself where it has that dtype. Differentiable.
+    """Convert ``rows`` [R, H] to ``dtype``: ``rows`` itself if it has that dtype. Differentiable.
 
     Rows from ``row_offsets[-1]`` ([G + 1] int32, same device) on are undefined, and so is their gradient. Between bf16,
     fp16, fp32 and fp64, only the others are converted; torch converts all rows from or to any other dtype.
@@ -72,7 +72,7 @@ def row_gradients(
         d: [R, H], the gradient of each row's token, which may be returned as the first result.
         row_offsets: [G + 1] int32; rows from ``row_offsets[-1]`` on are undefined, in and out.
         y: [R, H], the rows that combine took, for the gradient of weights; None if it is not wanted.
-        weights: [R] fp32 or fp64, what combine multiplied rows by, or None for no weights.
+        weights: [R] fp32 or fp64, the factors of combine, or None for no weights.
         dtype: that of the gradient of rows; None if it is not wanted.
 
     Returns:
