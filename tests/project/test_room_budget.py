@@ -37,7 +37,7 @@ BUDGET = {
     "contract": 2423,
     "ops": 1551,
     "nn": 3199,
-    "integrations": 3895,
+    "integrations": 3883,
     "tracing": 529,
     "tracing/device": 548,
     "tools": 337,

@@ -25,7 +25,6 @@ from moelink.integrations.settings import (
     device_of,  # noqa: E402
 )
 from moelink.integrations.sglang.settings import (  # noqa: E402
-    ALIGNMENT,
     COMMUNICATORS,
     ends_of,
     expected_rows,
@@ -79,33 +78,22 @@ class MoelinkDispatcher(BaseDispatcher):  # type: ignore[misc]
         group: Any,
         settings: Settings,
         *,
-        num_experts: int,
         num_local_experts: int,
-        topk: int,
-        hidden_size: int,
-        max_tokens: int,
-        dispatch_format: str,
         device: torch.device | None = None,
-        alignment: int = ALIGNMENT,
+        **sizes: Any,
     ) -> None:
         """Find the communicator for such a layer, or open it. Collective over ``group``.
+
+        Args:
+            sizes: the other arguments of :func:`moelink.integrations.sglang.settings.init_arguments`.
 
         Raises:
             UnsupportedError: experts are not spread evenly.
             ConfigError, ConfigMismatchError, PeerTimeoutError: as :func:`moelink.init`.
         """
         super().__init__()
-        arguments = init_arguments(
-            settings=settings,
-            num_experts=num_experts,
-            topk=topk,
-            hidden_size=hidden_size,
-            max_tokens=max_tokens,
-            dispatch_format=dispatch_format,
-            device=device or device_of("cuda" if torch.cuda.is_available() else "cpu"),
-            alignment=alignment,
-        )
-        self.ep = COMMUNICATORS.get(group, arguments)
+        device = device or device_of("cuda" if torch.cuda.is_available() else "cpu")
+        self.ep = COMMUNICATORS.get(group, init_arguments(settings=settings, device=device, **sizes))
         here = self.ep.config.num_local_experts
         if here != num_local_experts:
             raise UnsupportedError(f"--ep-num-redundant-experts: expected {here} experts on this rank, got "
