@@ -24,9 +24,8 @@ def test_the_tables_are_the_plan_s() -> None:
 
 def test_the_picture_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from moelink.tools.plots.scale import draw_scale, parts_of
-
-    plan = runpy.run_path(str(SCRIPT))["plan_of"](128)
+    made = runpy.run_path(str(SCRIPT))
+    draw_scale, parts_of, plan = made["draw_scale"], made["parts_of"], made["plan_of"](128)
     draw_scale({"Decode": plan}, tmp_path / "scale.png")
     assert (tmp_path / "scale.png").stat().st_size > 10_000
     size = plan["sizes"][4]

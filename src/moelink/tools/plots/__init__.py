@@ -1,7 +1,7 @@
 """Pictures: JSON in, PNG or SVG out.
 
-``plan`` and ``scale`` draw plans, ``maps`` the routing of the demonstration and of trained layers, ``timeline`` traces.
-The distribution moelink-bench draws its results with the functions below.
+``plan`` draws plans, ``maps`` the load of trained layers, :mod:`moelink.tools.trace.timeline` traces. The scripts of
+``docs/`` and the distribution moelink-bench draw theirs with the functions below.
 matplotlib (the extra ``moelink[plot]``) is imported when something is drawn, with a backend that needs no display.
 """
 
@@ -14,7 +14,6 @@ INK = "#1b2a41"
 MUTED = "#8a94a6"
 FAINT = "#e7eaf0"
 OURS = "#1f77b4"
-OURS_BACK = "#9cc7e8"
 OTHERS = "#c9ced8"
 
 
