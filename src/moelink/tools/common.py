@@ -1,8 +1,9 @@
-"""What tools share: progress of ranks, received rows as numbers, and versions of what is installed."""
+"""Parts of all tools: progress of ranks, received rows as numbers, and versions of installed packages."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import tempfile
 import threading
@@ -22,7 +23,7 @@ Progress = Callable[[str], None]
 """Called with one sentence at each step, possibly from another thread."""
 
 PACKAGES = ("torch", "triton", "numpy")
-"""What moelink needs."""
+"""The packages that moelink needs."""
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
@@ -44,11 +45,23 @@ def version_of(package: str) -> str | None:
 
 
 def nccl_version() -> str | None:
-    """Return NCCL's version; None where torch was built without it."""
+    """Return NCCL's version; None if torch was built without it."""
     try:
         return ".".join(str(part) for part in torch.cuda.nccl.version())
     except (AttributeError, RuntimeError, ImportError):
         return None
+
+
+def rank_device(kind: str, *, interprets: bool) -> torch.device:
+    """Return the device of this rank, as torchrun's variables number it, and make it current. On a CPU, let Triton
+    interpret kernels if the rank ``interprets`` them."""
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        return device
+    if interprets:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    return torch.device("cpu")
 
 
 @contextmanager
@@ -76,7 +89,7 @@ def followed(progress: Progress) -> Iterator[str]:
 
 
 def row_major_scales(recv: DispatchOutput, *, format_name: str, hidden_size: int) -> Tensor | None:
-    """Return the scales [row_offsets[-1], n] of the rows in use, whatever their layout, or None without scales."""
+    """Return the scales [row_offsets[-1], n] of the rows in use, in any layout, or None without scales."""
     fmt = get_format(format_name)
     if recv.scales is None or fmt.scale_layout is None:
         return None

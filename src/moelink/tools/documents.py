@@ -76,15 +76,15 @@ US = number("microseconds", 1e-3, 1e12)
 
 
 def printable(name: str) -> str:
-    """Return a file's name as it is, or escaped where that cannot be printed."""
+    """Return a file's name as it is, or escaped if it cannot be printed."""
     return name if name.isprintable() else ascii(name)[1:-1]
 
 
 def read(path: Path, name: str, expected: str) -> object:
-    """Read a JSON file; messages call the argument ``name``, and say what files are ``expected``.
+    """Read a JSON file; messages call the argument ``name``, and the right files ``expected``.
 
     Raises:
-        ConfigError: it cannot be read, is larger than 64 MiB, or no JSON of a depth and of numbers that anybody needs.
+        ConfigError: it cannot be read, is larger than 64 MiB, no JSON, nested too deep, or has too long numbers.
     """
     try:
         with path.open("rb") as file:

@@ -18,7 +18,7 @@ COLLECTIVE, SYMMETRIC = "moelink collective", "moelink symmetric"
 """Contenders that are moelink."""
 Method = Literal["graph", "pairs", "eager"]
 METHODS: tuple[Method, ...] = ("graph", "pairs", "eager")
-"""How figures are taken. The one that says most of the device is first."""
+"""Methods of measurement, the one with the least influence of the host first."""
 ALIGNMENT = 4
 """Dispatch pads groups of rows to multiples of it."""
 
@@ -35,7 +35,7 @@ CASE = {
     "tokens": SIZE, "hidden_size": SIZE, "num_experts": EXPERTS, "topk": EXPERTS, "format": TEXT, "distribution": TEXT,
     "num_sms": Maybe(SIZE), "layout?": TEXT,
 }  # fmt: skip
-"""Of dispatch and combine. Older results do not say the layout."""
+"""Of dispatch and combine. Older results lack the layout."""
 
 
 def read_result(path: Path, forms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def read_result(path: Path, forms: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def sizes_of(load: str, experts: int, most: int) -> list[int]:
-    """Rows of each expert, multiples of 4 as dispatch pads groups; ``most`` is what the largest may have.
+    """Rows of each expert, multiples of 4 as dispatch pads groups; ``most`` bounds the largest.
 
     >>> sizes_of("5", 3, 64), sizes_of("one", 3, 64), sizes_of("mixed", 3, 64)
     ([8, 8, 8], [0, 64, 0], [64, 32, 24])

@@ -19,14 +19,14 @@ from moelink.errors import MoelinkError, UnsupportedError
 from moelink.testing import RankFailedError, RankHungError
 from moelink.tools.cli.console import (
     Device,
+    JsonOption,
     Transport,
     bar,
     drawing,
-    make_console,
     progress_on_stderr,
     quantity,
+    show,
     table,
-    to_json,
 )
 from moelink.tools.cli.doctor import doctor
 from moelink.tools.cli.environment import env
@@ -63,8 +63,6 @@ app.command()(env)
 app.command()(doctor)
 app.command()(trace)
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
-
 
 def demo_document(report: DemoReport) -> dict[str, Any]:
     """Return the JSON form of a demo report: its fields and the verdicts."""
@@ -96,8 +94,8 @@ def demo(
 ) -> None:
     """Run text through an expert-parallel layer and compare it with the layer in one process.
 
-    Start it as it is (ranks are processes), or with torchrun on one host or several. Exits with 1 when an error exceeds
-    what the format and the roundings allow.
+    Start it as it is (ranks are processes), or with torchrun on one host or several. Exits with 1 if an error exceeds
+    the tolerance of the format and the roundings.
     """
     if topk > experts:
         raise typer.BadParameter(f"at most the number of experts ({experts})", param_hint="--topk")
@@ -111,11 +109,7 @@ def demo(
         report = run_demo(config, text.read_bytes() if text else bundled_text(), progress)
     if report is None:  # another rank of the launcher reports
         return
-    if json_output:
-        typer.echo(to_json(demo_document(report)))
-    else:
-        console = make_console()
-        console.print(demo_view(console, report))
+    show(demo_document(report), lambda console: demo_view(console, report), as_json=json_output)
     if not report.passed:
         failed = ", ".join(result.format for result in report.formats if not result.passed)
         typer.echo(
@@ -157,10 +151,10 @@ def formats_table(console: Console, report: DemoReport) -> Table:
 DEMO_LEGEND = """\
 dispatch, combine     bytes that left the ranks, as counted by the transport (ids and weights included)
 one copy per expert   the same rows sent once per (token, expert) instead of once per (token, rank); ratio = ours / that
-rounding              largest difference from the layer in one process with the same quantised input, in units of what
-                      combine's three roundings allow (at most 1)
-precision             difference from the layer in one process in full precision, in units of what the format's
-                      tolerance allows (at most 1)"""
+rounding              largest difference from the layer in one process with the same quantised input, in units of the
+                      bound of combine's three roundings (at most 1)
+precision             difference from the layer in one process in full precision, in units of the format's tolerance
+                      (at most 1)"""
 
 
 def demo_view(console: Console, report: DemoReport) -> RenderableType:
@@ -190,7 +184,7 @@ def plot(
     ] = None,
     layer: Annotated[str | None, typer.Option(help="Show this layer only.")] = None,
 ) -> None:
-    """Draw where tokens went: a heat map of experts over steps or layers, and the load of each rank.
+    """Draw the routes of tokens: a heat map of experts over steps or layers, and the load of each rank.
 
     Give the files of all ranks of a run to see all tokens; of some, to see theirs.
     """

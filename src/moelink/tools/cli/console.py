@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from moelink.errors import MoelinkError
@@ -51,7 +51,7 @@ class Device(str, Enum):
 def make_console(*, stderr: bool = False) -> Console:
     """Make a console on stdout or stderr. Honours NO_COLOR; without a terminal it writes plain lines of fixed width.
 
-    Text is printed as it stands: ``[x]`` is no markup, ``:x:`` no emoji. It may come from somebody's file.
+    Text is printed as it is: ``[x]`` is no markup, ``:x:`` no emoji. It may come from a stranger's file.
     """
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -81,24 +81,37 @@ def bar(console: Console, value: int, largest: int) -> str:
     return ("█" if console.is_terminal and console.encoding.startswith("utf") else "#") * columns
 
 
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+OutOption = Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")]
+
+
 def to_json(document: Any) -> str:
     """Return a report as JSON text."""
     return json.dumps(document, indent=2)
 
 
+def show(document: Any, view: Callable[[Console], RenderableType], *, as_json: bool) -> None:
+    """Print a report on stdout: as JSON, or as ``view`` renders it for a console."""
+    if as_json:
+        typer.echo(to_json(document))
+    else:
+        console = make_console()
+        console.print(view(console))
+
+
 def write_json(document: dict[str, Any], path: Path | None) -> None:
-    """Write a document where one is asked for; folders are made. One line and exit status 1 where that cannot be."""
+    """Write a document to ``path``, if any, and make its folders. One line and exit status 1 if that fails."""
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=2) + "\n")
+        path.write_text(to_json(document) + "\n")
     except OSError as error:
         raise _unwritable(path, error) from error
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Refuse paths that cannot be written, before the work whose result is to go there; folders are made."""
+    """Refuse paths that cannot be written, before the work for them starts; folders are made."""
     for path in paths:
         if path is None:
             continue
@@ -121,7 +134,7 @@ def _unwritable(path: Path, error: OSError) -> typer.Exit:
 def drawing(path: Path) -> Iterator[None]:
     """Make the folders of ``path`` for a block that draws into it.
 
-    One line and exit status 1 without matplotlib, or for what cannot be drawn (a suffix that is not known, no data).
+    One line and exit status 1 without matplotlib, or if drawing fails (an unknown suffix, no data).
     Errors of moelink go on as they are.
     """
     check_writable(path)

@@ -1,10 +1,9 @@
-"""``moelink doctor``: an examination as tables, with what is wrong in red, and a line of advice for it."""
+"""``moelink doctor``: an examination as tables, with problems in red, and a line of advice for each."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -15,13 +14,14 @@ from rich.text import Text
 
 from moelink.tools.cli.console import (
     Device,
+    JsonOption,
+    OutOption,
     Transport,
     check_writable,
-    make_console,
     progress_on_stderr,
     quantity,
+    show,
     table,
-    to_json,
     write_json,
 )
 from moelink.tools.doctor import Examination, Problem, diagnose, run_doctor
@@ -39,14 +39,14 @@ def doctor(
     device: Annotated[Device, typer.Option(help="Where ranks are; auto: on CUDA devices if there are.")] = Device.auto,
     format: Annotated[list[str] | None, typer.Option(help="Format to try; may be repeated. Default: all.")] = None,
     transport: Annotated[Transport, typer.Option(help="Transport to try formats over.")] = Transport.auto,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it says what it has found.")] = 60.0,
-    out: Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it reports its findings.")] = 60.0,
+    out: OutOption = None,
+    json_output: JsonOption = False,
 ) -> None:
     """Examine the machines of a job before it starts; exit status 1 when something is wrong.
 
-    Run it as the job: under torchrun on all machines, or alone for the devices of this one. It compares versions, tries
-    whether ranks reach one another, measures every pair, and sends tokens through every format and back.
+    Run it as the job: under torchrun on all machines, or alone for the devices of this one. It compares versions, tests
+    the connections of ranks, measures every pair, and sends tokens through every format and back.
     """
     check_writable(out)
     kind = device.kind
@@ -61,11 +61,7 @@ def doctor(
     problems = diagnose(found)
     document = to_document(found, problems)
     write_json(document, out)
-    if json_output:
-        typer.echo(to_json(document))
-    else:
-        console = make_console()
-        console.print(doctor_view(console, found, problems))
+    show(document, lambda console: doctor_view(console, found, problems), as_json=json_output)
     if problems:
         raise typer.Exit(1)
 
@@ -86,7 +82,7 @@ def _marked(text: str, where: str, problems: list[Problem]) -> Text:
 
 
 def ranks_table(console: Console, found: Examination, problems: list[Problem]) -> Table:
-    """Render what each rank is."""
+    """Render the facts of each rank."""
     grid = table(console, "Ranks")
     for name in ("rank", "host", "device", "memory free", "moelink", "torch", "triton", "python", "NVSHMEM", "network"):
         grid.add_column(name, justify="right" if name in ("rank", "memory free") else "left")
@@ -105,7 +101,7 @@ def ranks_table(console: Console, found: Examination, problems: list[Problem]) -
 
 
 def pairs_table(console: Console, found: Examination, problems: list[Problem]) -> Table:
-    """Render what was measured between each two ranks."""
+    """Render the measurements of each pair of ranks."""
     grid = table(console, "Pairs")
     for name in ("ranks", "link", "latency, us", "GB/s"):
         grid.add_column(name, justify="left" if name == "link" else "right")

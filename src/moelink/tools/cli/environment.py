@@ -1,4 +1,4 @@
-"""``moelink env``: what a report of a problem should say about the machine.
+"""``moelink env``: facts about the machine for a report of a problem.
 
 PyTorch's own report (``torch.utils.collect_env``) covers the system, drivers, devices and packages. moelink adds the
 versions it depends on, the transport that it would choose, and its variables.
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 from torch.utils import collect_env
 
 from moelink.config import EPConfig
 from moelink.env import VARIABLES
-from moelink.tools.cli.console import make_console, table, to_json
+from moelink.tools.cli.console import JsonOption, show, table
 from moelink.tools.common import versions
 from moelink.transports.build import choose_transport
 
@@ -68,11 +67,7 @@ def environment_view(console: Console, document: dict[str, Any]) -> RenderableTy
     return Group(facts, "", variables, "", Text("PyTorch's report (torch.utils.collect_env)", "bold"), Text(report))
 
 
-def env(json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False) -> None:
+def env(json_output: JsonOption = False) -> None:
     """Show versions, devices, the transport that would be chosen, and every MOELINK_* variable."""
     document = inspect_environment()
-    if json_output:
-        typer.echo(to_json(document))
-        return
-    console = make_console()
-    console.print(environment_view(console, document))
+    show(document, lambda console: environment_view(console, document), as_json=json_output)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from moelink.errors import ConfigError
-from moelink.tools.cli.console import drawing, make_console, to_json, write_json
+from moelink.tools.cli.console import JsonOption, OutOption, drawing, show, write_json
 from moelink.tools.cli.plan_view import check_view, plan_view
 from moelink.tools.documents import printable
 from moelink.tools.plan import (
@@ -35,8 +35,6 @@ plan_app = typer.Typer(
     invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-OutOption = Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")]
 ConstantsOption = Annotated[
     Path | None,
     typer.Option(exists=True, dir_okay=False, help="Measured constants, a file of moelink plan fit."),
@@ -139,11 +137,7 @@ def plan(
     write_json(document, out)
     if plot is not None:
         draw(document, plot)
-    if json_output:
-        typer.echo(to_json(document))
-        return
-    console = make_console()
-    console.print(plan_view(console, document, compare=compare))
+    show(document, lambda console: plan_view(console, document, compare=compare), as_json=json_output)
 
 
 @plan_app.command()
@@ -178,11 +172,7 @@ def check(
     ]
     document = fitting.to_document([*fitting.compare(wanted, known), *layers])
     write_json(document, out)
-    if json_output:
-        typer.echo(to_json(document))
-    else:
-        console = make_console()
-        console.print(check_view(console, document))
+    show(document, lambda console: check_view(console, document), as_json=json_output)
     error = document["largest_error"]
     if error is None or any(row["error"] is None for row in document["rows"]):
         reason = (
@@ -208,12 +198,8 @@ def fit(
     points = fitting.load_points(results, contender=contender)
     document = fitting.fit(points, contender=contender)
     write_json(document, out)
-    if json_output:
-        typer.echo(to_json(document))
-        return
-    console = make_console()
-    comparisons = fitting.compare(points, fitting.constants_of(document))
-    console.print(check_view(console, fitting.to_document(comparisons)))
+    compared = fitting.to_document(fitting.compare(points, fitting.constants_of(document)))
+    show(document, lambda console: check_view(console, compared), as_json=json_output)
 
 
 @plan_app.command("fit-experts")
@@ -242,7 +228,7 @@ def read_expert_constants(path: Path | None) -> MachineExperts:
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Draw a plan; one line and exit status 1 where that cannot be done."""
+    """Draw a plan; one line and exit status 1 if that fails."""
     from moelink.tools.plots.plan import draw_plan
 
     with drawing(path):

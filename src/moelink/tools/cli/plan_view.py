@@ -35,7 +35,7 @@ AUTO = (
     f"{ASSUMED.nvlink_gb_per_s:g} GB/s of NVLink, {ASSUMED.network_gb_per_s:g} of network, {ASSUMED.forward_us:g} us "
     "of forwarding"
 )
-"""Its rates are those of moelink.levels, whatever this plan is given."""
+"""Its rates are constants of moelink.levels, not of this plan."""
 
 LEGEND = """\
 bytes   of one call, expected, over the busier direction of the busiest rank's link; memory is one rank's
@@ -52,7 +52,7 @@ def us(value: float | None) -> str:
 
 
 def sizes_table(console: Console, document: dict[str, Any]) -> Table:
-    """Render where tokens go and what memory that takes."""
+    """Render the routes of tokens and the memory for them."""
     layer = document["layer"]
     home = "" if layer["combine_format"] is None else f", {layer['combine_format']} home"
     title = (
@@ -95,7 +95,7 @@ def scheme_table(console: Console, document: dict[str, Any], copies: str) -> Tab
 
 
 def constants_text(document: dict[str, Any]) -> Text:
-    """Render every constant with its source, and what is missing."""
+    """Render every constant with its source, and the missing ones."""
     entry = document["constants"]
     phases, sources = entry["phases"], entry["sources"]
     text = Text()
@@ -139,7 +139,7 @@ def constants_text(document: dict[str, Any]) -> Text:
 
 
 def plan_notes(document: dict[str, Any], *, compare: bool) -> Text:
-    """Render what the reader should know about these sizes."""
+    """Render notes on these sizes."""
     lines = [LEGEND]
     if compare:
         lines.append(AUTO)

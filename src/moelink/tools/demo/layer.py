@@ -1,12 +1,12 @@
 """Define the demonstration's layer (bytes of text, a router, SwiGLU experts), and run it in one process.
 
-Nothing here communicates and nothing here uses moelink's transports: :func:`unsharded_layer` is what the sharded run is
-judged by. Weights and embeddings are functions of (seed, expert) or (seed, byte), so every rank makes its own share.
+Nothing here communicates and nothing here uses moelink's transports: :func:`unsharded_layer` is the oracle of the
+sharded run. Weights and embeddings are functions of (seed, expert) or (seed, byte), so every rank makes its own share.
 
 Legend: ``T`` tokens, ``K`` = topk, ``H`` = hidden_size, ``I`` = intermediate_size, ``E`` = num_experts.
 
-The router and the experts compute in fp64, so that what is left of the difference between the sharded and the unsharded
-layer are the roundings of moelink itself: the dispatch format's and combine's.
+The router and the experts compute in fp64, so that the sharded and the unsharded layer differ only by the roundings of
+moelink itself: the dispatch format's and combine's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 SUMMATION_NOISE = 2.0**-40
-"""What the order of summation inside fp64 matrix products may change, relative to the largest term of a token."""
+"""The effect of the order of summation in fp64 matrix products, relative to the largest term of a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class LayerConfig:
 
 @dataclass(frozen=True)
 class Routing:
-    """What the router chose.
+    """The choice of the router.
 
     Attributes:
         topk_ids: [T, K] int64, distinct in each token.
@@ -71,7 +71,7 @@ class LayerOutput:
 
     Attributes:
         out: [T, H] fp64, the weighted sum over experts.
-        magnitude: [T, H] fp64, the same sum over absolute values: what relative roundings are relative to.
+        magnitude: [T, H] fp64, the same sum over absolute values: the reference of relative roundings.
     """
 
     out: Tensor

@@ -17,7 +17,7 @@ from moelink.control.gloo import await_release
 from moelink.errors import ConfigError
 from moelink.output import DispatchOutput
 from moelink.routing import ExpertMap
-from moelink.tools.common import dequantize_rows
+from moelink.tools.common import dequantize_rows, rank_device
 from moelink.tools.demo.layer import embed, make_expert, route
 from moelink.tools.demo.report import DemoConfig
 from moelink.transports.build import choose_transport
@@ -34,7 +34,7 @@ class RankOutput:
 
 
 def run_experts(recv: DispatchOutput, config: DemoConfig, format_name: str, rank: int) -> Tensor:
-    """Run a rank's experts over what dispatch delivered: dequantise rows, then one expert after the other."""
+    """Run a rank's experts over the rows of dispatch: dequantise them, then one expert after the other."""
     ep_config = config.ep_config(format_name, rank)
     starts = recv.row_offsets.tolist()
     x = dequantize_rows(recv, format_name=format_name, hidden_size=config.layer.hidden_size)
@@ -49,9 +49,7 @@ def run_experts(recv: DispatchOutput, config: DemoConfig, format_name: str, rank
 def rank_main(rank: int, world_size: int, config: DemoConfig, text: bytes, progress_file: str) -> list[RankOutput]:
     """Run one rank of the demonstration: every format in turn."""
     torch.set_num_threads(1)
-    if config.transport == "symmetric" and not config.uses_cuda:
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if config.uses_cuda else torch.device("cpu")
+    device = rank_device("cuda" if config.uses_cuda else "cpu", interprets=config.transport == "symmetric")
     x = embed(text, config.layer)[config.share(rank, len(text))].to(device)
     routing = route(x, config.layer)
     results = []
@@ -81,7 +79,7 @@ def run_launched(config: DemoConfig, text: bytes, progress_file: str) -> list[li
     """Run this process's rank of the demonstration. Collective over the launcher's world.
 
     Returns:
-        what each rank returned, by rank, on rank 0; None on the others.
+        the results of each rank, by rank, on rank 0; None on the others.
 
     Raises:
         ConfigError: the launcher started another number of ranks.

@@ -1,4 +1,4 @@
-"""What the demonstration runs (ranks, tokens, formats, transport) and what it found, as plain values."""
+"""The input of the demonstration (ranks, tokens, formats, transport) and its results, as plain values."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from moelink.routing import ExpertMap
 from moelink.tools.demo.layer import LayerConfig
 
 FORMATS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp32", "fp64")
-"""What runs when no format is named."""
+"""The formats that run by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """What to run.
+    """The input of a run.
 
     Attributes:
         ranks: processes, one rank each, over all hosts.
         tokens_per_rank: bytes of text each rank takes; the last ranks get fewer, or none, when the text is short.
         formats: dispatch formats, run one after the other.
         transport: as in ``moelink.init``.
-        device: "cpu", "cuda", or "auto": a GPU per rank where there are enough, else CPU.
+        device: "cpu", "cuda", or "auto": a GPU per rank if there are enough, else CPU.
         layer: sizes and seed of the layer.
         timeout: seconds after which the ranks are given up.
     """
@@ -53,7 +53,7 @@ class DemoConfig:
 
     @property
     def ranks_here(self) -> int:
-        """Ranks on this host: those that torchrun started here, or all of them."""
+        """Ranks on this host: the local ones of torchrun, or all."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
 
     @property
@@ -81,20 +81,20 @@ class DemoConfig:
 
 @dataclass(frozen=True)
 class FormatResult:
-    """What one format did.
+    """The result of one format.
 
     Attributes:
         format: its name.
         combine_dtype: dtype of the rows on the way home.
         transport: the transport that ran.
         bytes_per_token: payload and scales of one row.
-        dispatch_bytes, combine_bytes: what left all ranks for other ranks, as the communicator counted it
+        dispatch_bytes, combine_bytes: bytes from all ranks to other ranks, as the communicator counted them
             (one message per token and rank, ids and weights included).
         copies_dispatch_bytes, copies_combine_bytes: the same with one bare row per token and remote expert.
-        rounding_error: largest difference from the unsharded layer with the same quantised input, in units of what
-            combine's roundings allow.
+        rounding_error: largest difference from the unsharded layer with the same quantised input, in units of
+            the bound of combine's roundings.
         relative_error: root mean square of the difference from the full-precision layer, relative to that layer.
-        allowed_error: what the format's tolerance allows ``relative_error`` to be.
+        allowed_error: the bound of ``relative_error`` by the format's tolerance.
     """
 
     format: str
@@ -131,7 +131,7 @@ class DemoReport:
     """The whole run.
 
     Attributes:
-        config: what was asked.
+        config: the input.
         device: "cpu" or "cuda".
         num_tokens: bytes of text that were routed, all ranks together.
         tokens_by_rank_and_expert: [ranks][experts] tokens that each source rank sends to each expert.

@@ -4,7 +4,7 @@ The layer in one process uses no transport. Each format is judged twice:
 
 * **rounding**: against the unsharded layer whose input was quantised and dequantised the same way. Then only combine's
   roundings differ, and their largest effect is known: :func:`moelink.tools.demo.layer.allowed_rounding`.
-* **precision**: against the unsharded layer in full precision, in units of what the format's tolerance allows:
+* **precision**: against the unsharded layer in full precision, in units of the bound of the format's tolerance:
   :func:`moelink.tools.demo.layer.allowed_relative_error`.
 
 Both must be at most 1.
@@ -44,10 +44,10 @@ from moelink.tools.demo.report import DemoConfig, DemoReport, FormatResult
 
 @dataclass(frozen=True)
 class Truth:
-    """What the run is judged by, computed in this process.
+    """The oracle of the run, computed in this process.
 
     Attributes:
-        config: what runs.
+        config: the input.
         x: [T, H] bf16, all tokens.
         routing: of all tokens.
         full: the layer in full precision.
@@ -128,7 +128,7 @@ def judge(name: str, out: Tensor, parts: Sequence[RankOutput], truth: Truth) -> 
 def bundled_text() -> bytes:
     """Return Lewis Carroll's "Alice's Adventures in Wonderland" (public domain), 148476 bytes of ASCII.
 
-    ``data/NOTICE`` beside it says where it comes from.
+    ``data/NOTICE`` beside it names the source.
 
     Example:
         >>> bundled_text().split()[:3]

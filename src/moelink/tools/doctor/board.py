@@ -67,7 +67,7 @@ FORMS: Mapping[str, Any] = {
 
 
 class Board:
-    """One rank's view of what all ranks have written.
+    """One rank's view of the answers of all ranks.
 
     Args:
         store: shared by the ranks, for this examination alone.
@@ -85,7 +85,7 @@ class Board:
         self._is_lost = False
 
     def share(self, step: str, value: Any, seconds: float | None = None) -> list[Any]:
-        """Write ``value`` and wait for those of all ranks.
+        """Write ``value`` and wait for the values of all ranks.
 
         Args:
             step: name of the exchange; each name is used once. Its first word is one of
@@ -94,8 +94,8 @@ class Board:
             seconds: how long to wait for the others; None until the deadline.
 
         Returns:
-            the values by rank; None for a rank that wrote none in time, or one of another form (``odd`` says so), or
-            none before the store's host was gone or stopped.
+            the values by rank; None for a rank whose value is late, has another form (then ``odd`` has the rank), or is
+            unreachable because the store's host is gone or stopped.
         """
         until = self.deadline if seconds is None else min(self.deadline, time.monotonic() + seconds)
         texts: dict[int, bytes] = {self.rank: json.dumps(value).encode()}

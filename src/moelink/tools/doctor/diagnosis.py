@@ -1,4 +1,4 @@
-"""Say what is wrong, where, and what to do about it."""
+"""Name the problems of an examination, their places, and advice for each."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ SHARE_OF_MEDIAN = 0.25
 TIMES_MEDIAN = 10.0
 LEAST_FREE = 0.5
 MOST_SKEW_SECONDS = 2.0
-"""A pair is slow below these shares of what its link should have or of what other pairs of its kind have, or above so
+"""A pair is slow below these shares of the nominal rate of its link, or of the median of pairs of its kind, or above so
 many times their latency. A device is busy with less than this share of its memory free. Clocks of machines differ by
-more than this only if they are not kept in step."""
+more than this only if they are not synchronised."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong.
+    """A problem.
 
     Attributes:
         where: "rank 3", "ranks 0 and 3", "format mxfp8".
-        what: what was found, and what was expected.
-        advice: what to do.
+        what: the expected and the found value.
+        advice: a remedy.
     """
 
     where: str
@@ -48,11 +48,11 @@ class Examination:
     Attributes:
         facts: of :func:`moelink.tools.doctor.facts.facts_of`.
         times: seconds since 1970 on each rank's machine, at about the same moment.
-        reached: by rank, what its probes of the others found: "answers", "refuses" or "is silent" by peer.
+        reached: by rank, the results of its probes: "answers", "refuses" or "is silent" by peer.
         mesh: "ok", or why the process group could not be connected on this rank; empty if it was not tried.
-        pairs: what was measured.
+        pairs: the measurements.
         broken: pairs whose measurement failed, with the reason.
-        formats: by rank, "ok" or what went wrong by format; empty if formats were not tried.
+        formats: by rank, "ok" or the error by format; empty if formats were not tried.
         odd: by rank, the first step in which its answer was not of the form.
     """
 
@@ -81,7 +81,7 @@ class Examination:
 
 
 def diagnose(found: Examination) -> list[Problem]:
-    """Return the problems of an examination, those that explain others first."""
+    """Return the problems of an examination, causes before effects."""
     present = {rank: facts for rank, facts in enumerate(found.facts) if facts is not None}
     return [
         *_odd_answers(found.odd),
@@ -109,29 +109,27 @@ def _missing(facts: Sequence[Mapping[str, Any] | None], odd: Mapping[int, str]) 
             yield Problem(f"rank {rank}", "expected its facts, got none in time", "start it, or read its log")
 
 
-def _odd_ones(values: Mapping[int, Any]) -> Iterator[tuple[int, Any, Any]]:
-    """Yield (rank, its value, the value of most) of ranks that differ from most; of two as frequent, the first's."""
-    if values:
-        most = Counter(values.values()).most_common(1)[0][0]
-        yield from ((rank, value, most) for rank, value in values.items() if value != most)
+def _odd_ones(values: Mapping[int, Any], words: str, advice: str) -> Iterator[Problem]:
+    """Yield a problem for each rank whose value is not the most frequent one (of two as frequent, the first)."""
+    most = Counter(values.values()).most_common(1)[0][0] if values else None
+    for rank, value in values.items():
+        if value != most:
+            yield Problem(f"rank {rank}", f"expected {words} {most} as on most ranks, got {value or 'none'}", advice)
 
 
 def _versions(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Problem]:
     names = dict.fromkeys(name for each in facts.values() for name in each["versions"])
     for name in names:
-        for rank, value, most in _odd_ones({rank: each["versions"].get(name) for rank, each in facts.items()}):
-            what = f"expected {name} {most} as on most ranks, got {value or 'none'}"
-            yield Problem(f"rank {rank}", what, "install the same versions everywhere")
+        values = {rank: each["versions"].get(name) for rank, each in facts.items()}
+        yield from _odd_ones(values, name, "install the same versions everywhere")
 
 
 def _devices(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Problem]:
     devices = {rank: each["device"] for rank, each in facts.items()}
-    for rank, value, most in _odd_ones({rank: device["name"] for rank, device in devices.items()}):
-        yield Problem(f"rank {rank}", f"expected a device {most} as on most ranks, got {value}", "use equal machines")
+    yield from _odd_ones({rank: each["name"] for rank, each in devices.items()}, "a device", "use equal machines")
     for name, words in (("driver_version", "driver"), ("clocks.max.sm", "highest clock in MHz")):
-        for rank, value, most in _odd_ones({rank: device["driver"].get(name) for rank, device in devices.items()}):
-            what = f"expected {words} {most} as on most ranks, got {value or 'none'}"
-            yield Problem(f"rank {rank}", what, "set up all machines alike")
+        values = {rank: device["driver"].get(name) for rank, device in devices.items()}
+        yield from _odd_ones(values, words, "set up all machines alike")
     for rank, device in devices.items():
         if device["driver"].get("clocks_event_reasons.hw_slowdown") == "Active":
             what = f"expected a device at full speed, got one that the hardware slows down ({_mhz(device)})"
@@ -188,7 +186,7 @@ def _slow(found: Examination, facts: Mapping[int, Mapping[str, Any]]) -> Iterato
 def slow_pairs(
     pairs: Sequence[Pair], facts: Mapping[int, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[Pair, str]]:
-    """Yield each pair that is slow for its link or among its like, and what was expected of it; ``facts`` by rank."""
+    """Yield each pair that is slow for its link or among its kind, and the expected value; ``facts`` by rank."""
     by_link: defaultdict[str, list[Pair]] = defaultdict(list)
     for pair in pairs:
         by_link[link_of(facts[pair.first], facts[pair.second])].append(pair)
@@ -198,10 +196,8 @@ def slow_pairs(
         for pair in alike:
             nominal = nominal_gb_per_s(link, facts[pair.first]["device"]["name"])
             if nominal is not None and pair.gb_per_s < SHARE_OF_NOMINAL * nominal:
-                yield (
-                    pair,
-                    f"expected more than {SHARE_OF_NOMINAL * nominal:.0f} GB/s of {link}, got {pair.gb_per_s:.1f}",
-                )
+                least = SHARE_OF_NOMINAL * nominal
+                yield pair, f"expected more than {least:.0f} GB/s of {link}, got {pair.gb_per_s:.1f}"
             elif pair.gb_per_s < SHARE_OF_MEDIAN * rate:
                 yield pair, f"expected about {rate:.2g} GB/s as other pairs over {link}, got {pair.gb_per_s:.2g}"
             elif pair.latency_us > TIMES_MEDIAN * latency:
@@ -216,6 +212,5 @@ def _formats(formats: Sequence[Mapping[str, str] | None]) -> Iterator[Problem]:
                 said[name, word].append(rank)
     for (name, word), ranks in said.items():
         what = f"expected tokens to come home unchanged, got on ranks {ranks}: {word}"
-        yield Problem(
-            f"format {name}", what, "report it with the output of `moelink env`, if nothing above explains it"
-        )
+        advice = "report it with the output of `moelink env`, if nothing above explains it"
+        yield Problem(f"format {name}", what, advice)

@@ -1,4 +1,4 @@
-"""What a rank knows of itself. Nothing here talks to another rank, and nothing takes more than a few seconds."""
+"""The facts of a rank. Nothing here talks to another rank, and nothing takes more than a few seconds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def facts_of(device: torch.device) -> dict[str, Any]:
     """Return the facts of this process, for JSON.
 
     ``versions``: of moelink, Python and the packages that must agree. ``host``, ``time``: name of the machine, and its
-    clock in seconds since 1970. ``device``: name, free and all bytes of memory, and for CUDA what the driver says: its
-    version, clocks in MHz, whether the hardware slows down, and the devices of the machine that it shares NVLink with,
-    by number. ``nvshmem``: whether torch loads it; ``network``: RDMA
-    adapters of the machine. ``variables``: MOELINK_* and NCCL_* variables that are set.
+    clock in seconds since 1970. ``device``: name, free and all bytes of memory, and for CUDA facts of the driver: its
+    version, clocks in MHz, whether the hardware slows down, and the numbers of the devices that share NVLink with it.
+    ``nvshmem``: whether torch loads it. ``network``: RDMA adapters of the machine. ``variables``: the MOELINK_* and
+    NCCL_* variables that are set.
     """
     return {
         "versions": {**versions(), "cuda": torch.version.cuda, "nccl": nccl_version()},
@@ -59,7 +59,7 @@ def _host_memory() -> dict[str, int]:
 
 
 def _driver(uuid: str) -> dict[str, str]:
-    """Return what ``nvidia-smi`` says of the device; empty where it is not installed or does not answer."""
+    """Return the facts of ``nvidia-smi`` on the device; empty if it is not installed or does not answer."""
     if not uuid:
         return {}
     words = nvidia_smi("-i", f"GPU-{uuid.removeprefix('GPU-')}", f"--query-gpu={','.join(_QUERY)}",
@@ -69,7 +69,7 @@ def _driver(uuid: str) -> dict[str, str]:
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """Return the output of ``nvidia-smi``, or "" where it is not there, fails, or takes too long."""
+    """Return the output of ``nvidia-smi``, or "" if it is not installed, fails, or takes too long."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=_SECONDS)
     except (OSError, subprocess.SubprocessError):
@@ -78,7 +78,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def nvlinked(topology: str, device: int) -> list[int]:
-    """Return the devices that share NVLink with ``device``, as ``nvidia-smi topo -m`` says in ``topology``.
+    """Return the devices that share NVLink with ``device``, by ``topology``, the output of ``nvidia-smi topo -m``.
 
     >>> nvlinked("\\tGPU0\\tGPU1\\tGPU2\\nGPU0\\t X \\tNV18\\tSYS\\nGPU1\\tNV18\\t X \\tSYS\\n", 0)
     [1]

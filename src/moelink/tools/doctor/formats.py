@@ -1,4 +1,4 @@
-"""Send tokens through every format and back, and compare what comes home with the format's twin."""
+"""Send tokens through every format and back, and compare the results with the format's twin."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def round_trip(
 ) -> int:
     """Dispatch, give the rows back, combine, and count the tokens that came home changed. Collective.
 
-    Each token goes to two experts, which return the row as they got it, so twice the token's value after the format
-    comes home, in fp32 without rounding.
+    Each token goes to two experts, which return the row unchanged, so the result is twice the token's value after the
+    format, in fp32 without rounding.
     """
     with init(
         num_experts=2 * world_size, topk=2, hidden_size=HIDDEN, max_tokens_per_rank=TOKENS, dispatch_format=name,
@@ -46,7 +46,7 @@ def round_trip(
 def round_trips(
     names: Sequence[str], *, rank: int, world_size: int, device: torch.device, transport: TransportName, timeout: float
 ) -> dict[str, str]:
-    """Try :func:`round_trip` of each format: "ok", or what went wrong.
+    """Try :func:`round_trip` of each format: "ok", or the error.
 
     After an error the rest is not tried, because ranks may be out of step.
     """

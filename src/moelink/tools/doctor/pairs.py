@@ -1,7 +1,7 @@
-"""Measure every pair of ranks: can they reach one another, over which link, how fast.
+"""Measure every pair of ranks: its connection, link and speed.
 
 Pairs are measured in rounds (the circle method for tournaments): in a round every rank is in one pair at most, so that
-no pair waits for another and all have their links alone but for what a node's links share.
+no pair waits for another, and pairs compete only for links that a node shares.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NVLINK_GB_PER_S = {"H100": 450.0, "H200": 450.0, "H800": 200.0, "A100": 300.0, "
 
 @dataclass(frozen=True)
 class Pair:
-    """What was measured between two ranks, ``first`` below ``second``.
+    """The measurement of two ranks, ``first`` below ``second``.
 
     Attributes:
         latency_us: half of a round trip of 8 bytes, the median of several.
@@ -92,7 +92,7 @@ def rounds(world_size: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(wire: Wire, rank: int, peer: int, device: torch.device) -> Pair:
-    """Measure the pair of ``rank`` and ``peer``; both call it at the same time, and each returns what it saw."""
+    """Measure the pair of ``rank`` and ``peer``; both call it at the same time; each returns its own measurement."""
     first = rank < peer
     small = torch.zeros(8, dtype=torch.uint8, device=device)
     large = torch.zeros(BYTES[device.type], dtype=torch.uint8, device=device)
@@ -100,7 +100,7 @@ def measure(wire: Wire, rank: int, peer: int, device: torch.device) -> Pair:
     for _ in range(PINGS + 1):
         trips.append(_timed_trip(wire, small, small, peer, first))
     for _ in range(REPEATS):
-        for way in range(2):  # the large message goes there, then back; the small one says that it has come
+        for way in range(2):  # the large message goes there, then back; the small one confirms it
             there, back = (large, small) if way == 0 else (small, large)
             seconds = _timed_trip(wire, there, back, peer, first)
             ways[way] = max(ways[way], large.nbytes / seconds / 1e9)
@@ -121,7 +121,7 @@ def _timed_trip(wire: Wire, there: torch.Tensor, back: torch.Tensor, peer: int, 
 
 
 def link_of(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return what connects ranks with these facts: "NVLink", "PCIe" or "memory" within a machine, else "network"."""
+    """Return the link of ranks with these facts: "NVLink", "PCIe" or "memory" within a machine, else "network"."""
     if one["host"] != other["host"]:
         return "network"
     if one["device"]["kind"] == "cpu":
@@ -131,7 +131,7 @@ def link_of(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def nominal_gb_per_s(link: str, name: str) -> float | None:
-    """Return the nominal rate of ``link`` for devices called ``name``, or None where it is not known."""
+    """Return the nominal rate of ``link`` for devices called ``name``, or None if it is not known."""
     if link != "NVLink":
         return None
     return next((rate for word, rate in NVLINK_GB_PER_S.items() if word in name), None)

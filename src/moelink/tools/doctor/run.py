@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from moelink.control.stores import BoundedError, LauncherStore, bounded
 from moelink.errors import ConfigError, UnsupportedError
 from moelink.formats import format_names
 from moelink.testing import run_ranks
+from moelink.tools.common import rank_device
 from moelink.tools.doctor.board import Board
 from moelink.tools.doctor.diagnosis import Examination, slow_pairs
 from moelink.tools.doctor.facts import facts_of
@@ -28,7 +28,7 @@ from moelink.tools.doctor.pairs import GroupWire, Pair, Wire, measure, rounds
 
 SECONDS = 60.0
 SLOW_AGAIN = 2
-"""How often a pair that looks slow is measured again: what else a machine does slows a sample down, not a link."""
+"""Repeats for a pair that looks slow: other load of a machine slows a sample down, not the link."""
 _SILENCE_SECONDS = 5.0
 """How long a rank that does not answer is asked again: its machine may be busy."""
 _LAST_SECONDS = 2.0
@@ -64,11 +64,7 @@ def rank_main(
 ) -> Examination:
     """Run one rank of the examination, as torchrun's variables number it."""
     deadline = time.monotonic() + timeout
-    place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    elif transport == "symmetric":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+    place = rank_device(device, interprets=transport == "symmetric")
     launcher = LauncherStore()
     try:
         store = bounded(lambda: launcher.open(deadline, timeout), deadline)
@@ -129,7 +125,7 @@ def _examine(
         if found["broken"]:
             return
     left = [each for each in board.share("seconds", board.deadline - time.monotonic()) if each is not None]
-    timeout = max(1.0, min(left) / 2)  # of which init wants the same on all ranks
+    timeout = max(1.0, min(left) / 2)  # init compares it over the ranks
     said = round_trips(
         formats, rank=board.rank, world_size=board.world_size, device=device, transport=transport, timeout=timeout
     )
@@ -159,7 +155,7 @@ def _reach(board: Board) -> list[dict[int, str] | None]:
 
 
 def _connect(board: Board, device: torch.device, store: Any) -> str:
-    """Make the default process group. Returns "ok", or why it could not be made."""
+    """Make the default process group. Returns "ok", or the reason of a failure."""
     left = board.deadline - time.monotonic()
     try:
         bounded(
@@ -180,7 +176,7 @@ def _connect(board: Board, device: torch.device, store: Any) -> str:
 def _measure_all(
     board: Board, device: torch.device, wire: Wire, facts: Sequence[Any]
 ) -> tuple[list[Pair], dict[tuple[int, int], str]]:
-    """Measure all pairs, and those that look slow again, of which the best counts.
+    """Measure all pairs, and pairs that look slow again; their best measurement counts.
 
     After a failure the rest is not measured, because ranks may be out of step. All ranks measure the same pairs again,
     as they look at the same figures.

@@ -1,4 +1,4 @@
-"""What files of constants have in common: their kind and version, and the results that they were fitted to.
+"""Common fields of files of constants: their kind and version, and the results that they were fitted to.
 
     {"schema_version": 1, "kind": "...", "machine": "...",
      "fitted_to": [{"file": ..., "commit": ..., "date": ..., "ranks": ...}, ...], ...}
@@ -30,7 +30,7 @@ US, RATE = number("microseconds", 0, 1e12), number("a positive number", 1e-9, 1e
 
 @dataclass(frozen=True)
 class Run:
-    """A result file, in what a reader needs to find it again."""
+    """A result file, with the facts by which a reader finds it."""
 
     file: str
     commit: str | None
@@ -40,7 +40,7 @@ class Run:
 
     @classmethod
     def of(cls, document: Mapping[str, Any], file: str) -> Run:
-        """The run of a result; of one rank where that does not say."""
+        """The run of a result; of one rank if it has no number."""
         devices = ", ".join(sorted(set(document["devices"])))
         return cls(file, document.get("commit"), document["date"], devices, document.get("ranks", 1))
 
@@ -51,7 +51,7 @@ class ConstantsFile:
 
     Attributes:
         kind: as the file states it.
-        command: what writes such files.
+        command: the command that writes such files.
         packaged: name of the one beside this module.
         form: of its fields besides those of all files.
     """

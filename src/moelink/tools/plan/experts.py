@@ -128,7 +128,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Work:
-    """What a product has to do: bytes of weights of the experts whose time these are, operations of the others', and
+    """The work of a product: bytes of weights of the experts whose time these are, operations of the others', and
     bytes of all rows."""
 
     weights: float
@@ -217,7 +217,7 @@ def slowest(loads: Sequence[Load], constants: ExpertConstants, **shape: Any) -> 
 
 @dataclass(frozen=True)
 class MachineExperts:
-    """Constants of a machine by format, and where they come from ("" without any)."""
+    """Constants of a machine by format, and their source ("" without any)."""
 
     formats: Mapping[str, ExpertConstants] = field(default_factory=dict)
     source: str = ""

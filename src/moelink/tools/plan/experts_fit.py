@@ -5,7 +5,7 @@ Results are those of ``moelink_bench.experts`` (products with given rows an expe
 time, so that their sum is more than the layer: parts are scaled to the whole, as in its picture.
 
 Which experts are limited by weights depends on the constants (:mod:`~moelink.tools.plan.experts`). Given that, time is
-linear in what is unknown: the fit repeats least squares of relative errors, none below 0, until it no longer changes.
+linear in the unknowns: the fit repeats least squares of relative errors, none below 0, until it no longer changes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from moelink.tools.results import LAYER_BENCHMARK, read_result, sizes_of
 EXPERTS = "experts"
 CONTENDERS = {"moelink bf16": "bf16", "moelink fp8_block128": "fp8_block128"}
 PARTS = ("route", "product 1", "activation", "product 2")
-"""Those that each layer of these has."""
+"""Fields of each layer of these."""
 FORMS = {
     LAYER_BENCHMARK: {
         **GPU_RUN,
@@ -70,7 +70,7 @@ class ExpertPoint:
     """One measured product, or an activation.
 
     Attributes:
-        run, what: where, and which.
+        run, what: the run, and the measured part.
         format: of the experts.
         load: rows of the rank.
         columns, inner: of the product; of an activation 0, and the intermediate size.
@@ -92,7 +92,7 @@ class ExpertPoint:
 
 
 def expert_points(document: Mapping[str, Any], file: str) -> list[ExpertPoint]:
-    """Return what a result of :data:`FORMS` says about products and activations."""
+    """Return the products and activations in a result of :data:`FORMS`."""
     is_layer, run = document["benchmark"] == LAYER_BENCHMARK, Run.of(document, file)
     return _points_of_layer(document, run) if is_layer else _points_of_experts(document, run)
 

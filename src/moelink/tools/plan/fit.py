@@ -1,6 +1,6 @@
 """Fit the model's constants to results of ``moelink bench``, and compare its predictions with them.
 
-The model is linear in what is unknown: with bytes L over NVLink, M in memory, Q to quantise, and W ranks of one node,
+The model is linear in the unknowns: with bytes L over NVLink, M in memory, Q to quantise, and W ranks of one node,
 
     time = floor + per_peer (W - 1) + L / NVLink rate + M / memory rate + Q / quantising rate
 
@@ -54,8 +54,8 @@ class Point:
     """One measured phase of one case.
 
     Attributes:
-        run: where it was measured.
-        layer, routing, phase: what.
+        run: of the measurement.
+        layer, routing, phase: the measured phase.
         method: "graph", "pairs" or "eager".
         measured_us: median over samples of the slowest rank, microseconds per call.
     """
@@ -118,7 +118,7 @@ class Compared(Protocol):
 
 
 def left_out(case: Mapping[str, Any]) -> str:
-    """Return why the plan cannot describe a case of the bench, or "" where it can."""
+    """Return why the plan cannot describe a case of the bench, or "" if it can."""
     if case["distribution"] not in ROUTINGS:
         return f"routing {case['distribution']!r} is none that one would plan for"
     if case["num_sms"] is not None:
@@ -129,9 +129,9 @@ def left_out(case: Mapping[str, Any]) -> str:
 
 
 def points_of(document: Mapping[str, Any], file: str, *, contender: str) -> list[Point]:
-    """Return what a result says about ``contender``: every phase of every case the plan can describe.
+    """Return the points of ``contender`` in a result: every phase of every case that the plan can describe.
 
-    Left out are those of which :func:`left_out` gives a reason.
+    Cases for which :func:`left_out` gives a reason are left out.
 
     Raises:
         ConfigError: cases are of several layers.
@@ -229,7 +229,7 @@ def independent_columns(matrix: Floats) -> list[int]:
 def nonnegative_least_squares(matrix: Floats, target: Floats, *, needed: int | None = None) -> Floats:
     """Return the x >= 0 with the smallest |matrix x - target|, by trying every set of columns that may be positive.
 
-    With ``needed``, only sets with that column; x is 0 where none of them gives x >= 0.
+    With ``needed``, only sets with that column; x is 0 if none of them gives x >= 0.
 
     Example: matrix [[1, 1], [1, 2]], target [3, 2]: the line 4 - t falls, so the slope is 0 and x == [2.5, 0].
     With ``needed=1`` there is no such line but the one through the origin: x == [0, 1.4].

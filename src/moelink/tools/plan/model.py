@@ -1,21 +1,21 @@
 """The time model, from bytes to microseconds, and its constants.
 
-    time = floor + per_peer x peers + hop (on several nodes)          what a call costs that moves nothing
+    time = floor + per_peer x peers + hop (on several nodes)          the time of a call that moves nothing
          + forward (on several nodes, with one copy per node)
          + max(NVLink bytes / NVLink rate, network bytes / network rate)
          + memory bytes / memory rate + quantised bytes / quantising rate
 
 Where each part comes from:
 
-* A phase is finished when its slowest rank is, and that is the one with the busiest link: bytes are those of
+* A phase ends with its slowest rank, the rank with the busiest link: bytes are those of
   :mod:`~moelink.tools.plan.traffic`, already the largest over ranks and directions.
 * NVLink and network are different hardware and work at the same time, so the slower one counts and not their sum (for
   one copy per node this supposes that forwarding runs while later tokens arrive). Neither is shared: ``network rate``
   is that of the part of a node's adapters that falls to one rank.
 * Before the first row arrives and after the last one there is work that no amount of bytes hides: launch, counting,
   exchange of counts, signals. ``floor`` is that for one rank, and each of the W - 1 peers costs ``per_peer``: also with
-  one copy per node every rank exchanges counts with every other. What forwarding adds is ``forward``; it has not been
-  measured, and by default it is what ``two_level="auto"`` assumes (:data:`moelink.levels.ASSUMED`).
+  one copy per node every rank exchanges counts with every other. The time of forwarding is ``forward``; it has not
+  been measured, and defaults to the assumption of ``two_level="auto"`` (:data:`moelink.levels.ASSUMED`).
 * Links and memory are not overlapped: a rank places rows when they have arrived. That makes the prediction linear in
   the reciprocals of all rates, on which :mod:`~moelink.tools.plan.fit` relies; where kernels do overlap them, the
   fitted rates come out higher than the hardware's.
@@ -35,7 +35,7 @@ A constants file is JSON, written by ``moelink plan fit`` from results of ``moel
      "largest_error": ..., "phases": {"dispatch": {...}, "combine": {...}}}
 
 A phase holds the fields of :class:`PhaseConstants`; null where the results could not tell. The package may hold one
-such file, ``constants.json`` beside this module; where it is absent, no constant has a value that was not given.
+such file, ``constants.json`` beside this module; without that file, only given constants have a value.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class Constants:
 
     Attributes:
         phases: constants by phase.
-        sources: by field of :class:`PhaseConstants`, "measured: ..." or "assumed: ..."; absent where there is no value.
+        sources: by field of :class:`PhaseConstants`, "measured: ..." or "assumed: ..."; absent without a value.
         ranks: numbers of ranks that measured values were fitted to; empty without any.
-        description: what was measured, in a line, or "".
+        description: of the measured machine, in a line, or "".
         forward_us: microseconds more per phase of a message or row that is forwarded: assumed, as ``forward_source``
             says.
     """
@@ -126,11 +126,11 @@ class Constants:
         return dataclasses.replace(self, phases=phases, sources=merged)
 
     def forwarding(self, us: float, option: str) -> Constants:
-        """Replace ``forward_us``; ``option``: the name of what it was given by."""
+        """Replace ``forward_us``; ``option``: the option that gave it."""
         return dataclasses.replace(self, forward_us=us, forward_source=f"assumed: {option} {us:g}")
 
     def for_combine_format(self) -> Constants:
-        """Let rows on their way home be quantised as fast as those of dispatch, where no rate was measured for them."""
+        """Let rows on their way home be quantised as fast as those of dispatch, if no rate was measured for them."""
         known, combine = self.phases["dispatch"].quantising_gb_per_s, self.phases["combine"]
         if combine.quantising_gb_per_s is not None or known is None:
             return self

@@ -1,4 +1,4 @@
-"""Plan every number of ranks, in one document: what the table, the JSON and the picture show."""
+"""Plan every number of ranks, in one document: the source of the table, the JSON and the picture."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Memory:
 
     Attributes:
         block: the symmetric transport's block.
-        staging: what the collective transport keeps between calls.
+        staging: the memory that the collective transport keeps between calls.
         outputs: tensors that one dispatch and one combine return (the worst case, or ``capacity`` rows).
-        block_of_levels: the symmetric transport's block with ``two_level=True``; None where that is impossible.
+        block_of_levels: the symmetric transport's block with ``two_level=True``; None if that is impossible.
     """
 
     block: int
@@ -56,7 +56,7 @@ class Memory:
 
     @property
     def two_levels(self) -> int | None:
-        """With the symmetric transport in two levels; None where that is impossible."""
+        """With the symmetric transport in two levels; None if that is impossible."""
         return None if self.block_of_levels is None else self.block_of_levels + self.outputs
 
     @property
@@ -106,7 +106,7 @@ class SizePlan:
             physical experts are fewer than the ranks.
         memory: of one rank.
         schemes: by copies ("rank", and "node" with the symmetric transport) and phase.
-        auto: what ``two_level="auto"`` chooses, whatever the plan's routing and constants; "rank" on one node.
+        auto: the choice of ``two_level="auto"``, at any routing and constants of the plan; "rank" on one node.
         layer: the experts' time; None where the layer has no ``intermediate_size``.
         extrapolated: outside the numbers of ranks that measured constants were fitted to.
     """
@@ -151,7 +151,7 @@ def imbalances(routing: Routing, num_experts: int, ranks: int, redundant: int) -
 
 
 def chosen_copies(config: EPConfig) -> Copies:
-    """Return what ``two_level="auto"`` chooses for this configuration: it estimates uniform routing."""
+    """Return the choice of ``two_level="auto"`` for this configuration: it estimates uniform routing."""
     return "node" if dataclasses.replace(config, two_level="auto").two_level else "rank"
 
 
@@ -175,7 +175,7 @@ def layer_time(layer: Layer, ranks: int, routing: Routing, experts: MachineExper
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is the same for all sizes of a plan; :func:`make_plan` says what each is."""
+    """The values of all sizes of a plan, as in :func:`make_plan`."""
 
     layer: Layer
     ranks_per_node: int
@@ -186,7 +186,7 @@ class Setting:
 
 
 def plan_size(setting: Setting, ranks: int) -> SizePlan:
-    """Plan one number of ranks; :func:`make_plan` says what is refused."""
+    """Plan one number of ranks, with the errors of :func:`make_plan`."""
     layer, routing, per_node = setting.layer, setting.routing, setting.ranks_per_node
     nodes = nodes_of(ranks, per_node)
     config = layer.ep_config(ranks, ranks_per_node=per_node if nodes > 1 else None)

@@ -1,8 +1,8 @@
 """Describe how tokens choose experts: the probability that a token has an expert in a block of experts.
 
-Legend: ``E`` experts, ``K`` = topk. A block is a range of consecutive expert ids, which is what a rank or a node owns
+Legend: ``E`` experts, ``K`` = topk. A block is a range of consecutive expert ids, such as a rank or a node owns
 (:class:`~moelink.routing.ExpertMap`). ``bounds`` [n + 1] are ascending ids: block i is [bounds[i], bounds[i + 1]),
-which may be empty. Sums over blocks give what a token reaches: with each rank's experts as a block,
+which may be empty. Sums over blocks give the reach of a token: with each rank's experts as a block,
 ``hits(bounds).sum()`` is the expected number of distinct ranks.
 """
 
@@ -36,7 +36,7 @@ MOST_CLOCKS = 1 << 16
 """With Zipf's law: distributions of that size take half a gigabyte and a few seconds."""
 STEP = 0.125
 """Distance of quadrature nodes in log time. The integrand is analytic in a strip of half width pi / 2, so the error of
-the trapezoidal rule is of the order exp(-pi**2 / STEP), below what double precision resolves."""
+the trapezoidal rule is of the order exp(-pi**2 / STEP), below double precision."""
 
 
 class Routing(Protocol):
@@ -146,11 +146,11 @@ def _counts(rung: Floats, topk: int) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What a model really routed: every token of the trace is equally likely, on every rank.
+    """The routes of a real model: every token of the trace is equally likely, on every rank.
 
     Attributes:
         topk_ids: [tokens, topk] expert ids, -1 where a slot is not routed; an expert may come twice.
-        source: where it comes from.
+        source: of the trace.
 
     Example: ids [[0, 1], [1, 2], [3, -1]], blocks [0, 2) and [2, 4): two of three tokens hit each,
     ``hits([0, 2, 4]) == [2/3, 2/3]`` and ``slots([0, 2, 4]) == [1, 2/3]``.

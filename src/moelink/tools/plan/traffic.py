@@ -9,13 +9,13 @@ row comes home from each.
 **One copy per (token, node)**, ``two_level=True``: a token crosses the network once per node it hits, to the rank there
 that has its sender's place on the node; that one forwards it over NVLink to the ranks that the token hits. On the way
 home the rows of a node are summed there, and one crosses the network. A message that is to be forwarded is longer, by
-what the forwarding rank has to know (``Workspace.relay``).
+the facts for the forwarding rank (``Workspace.relay``).
 
 How many copies that is over each link, :func:`moelink.levels.crossing` says. Of all ranks the largest expectation
 counts; the expectation of the largest is higher by how much counts fluctuate, which tests/plan/test_plan_traffic.py
 measures: some 4 % for 8 ranks with 128 tokens of top-8, less with more tokens.
 
-**Memory**: what a rank reads and writes in its own memory besides. Dispatch reads T activations in bf16 and all
+**Memory**: other reads and writes of a rank in its own memory. Dispatch reads T activations in bf16 and all
 messages that reached it, and writes T W k[d] rows; combine reads as many expert outputs and T x (sum of h) rows that
 came home, and writes T results. Forwarding reads T (N - 1) H[n] messages more, in each phase.
 
@@ -42,7 +42,7 @@ _RANGE = re.compile(r"(\d+)(?:\.\.(\d+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One MoE layer and what a call carries.
+    """One MoE layer and the rows of a call.
 
     Attributes:
         num_experts, topk, hidden_size: sizes of the layer.
@@ -155,10 +155,10 @@ class LinkBytes:
 
 @dataclass(frozen=True)
 class Units:
-    """Bytes of what travels and of what stays.
+    """Bytes that travel and bytes that stay.
 
     Attributes:
-        message, home: one dispatched message; one row on its way home, with what goes with it.
+        message, home: one dispatched message; one row on its way home, with its ids and weights.
         activation, row, output: a token before dispatch (bf16), a dispatched row, an expert's output for it.
         quantised: a token before dispatch if the format has scales, else 0.
         relay: a message that another rank forwards; as ``message`` for the collective transport, which has no such.

@@ -14,16 +14,17 @@ import moelink
 from moelink.control.group import is_launched
 from moelink.output import DispatchOutput
 from moelink.testing import rank_data, run_ranks
+from moelink.tools.common import rank_device
 
 WARM_PAIRS = 2
 
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """What is traced.
+    """The calls to trace.
 
     Attributes:
-        ranks: how many; a launcher's world size where one started this process.
+        ranks: number of ranks; the world size of a launcher, if one started this process.
         device: "cpu" or "cuda".
         tokens: of each rank.
         pairs: pairs of dispatch and combine; the trace keeps the last 16.
@@ -78,12 +79,7 @@ def run_trace(config: TraceConfig) -> TraceRun | None:
 def rank_main(rank: int, world_size: int, config: TraceConfig) -> TraceRun:
     """Run one rank, as torchrun's variables number it. Every rank returns the same."""
     on_gpu = config.device == "cuda"
-    if on_gpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+    device = rank_device(config.device, interprets=True)
     with moelink.init(
         num_experts=config.experts, topk=config.topk, hidden_size=config.hidden, max_tokens_per_rank=config.tokens,
         dispatch_format=config.format, transport="symmetric", device=device, timeout=config.timeout,
@@ -111,7 +107,7 @@ def _pair_of(ep: moelink.Communicator, config: TraceConfig) -> Callable[[], obje
 
     def pair() -> tuple[DispatchOutput, torch.Tensor]:
         recv = ep.dispatch(x, ids, weights)
-        if not y:  # what experts return is no part of the trace
+        if not y:  # outputs of experts are no part of the trace
             y.append(torch.zeros(len(recv.tokens), config.hidden, dtype=wanted.combine_dtype, device=ep.device))
         return recv, ep.combine(y[0], recv)
 
@@ -119,7 +115,7 @@ def _pair_of(ep: moelink.Communicator, config: TraceConfig) -> Callable[[], obje
 
 
 def _captured(pair: Callable[[], object]) -> Callable[[], object]:
-    """Return what replays ``pair``, captured in a CUDA graph."""
+    """Return a function that replays ``pair`` from a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = pair()

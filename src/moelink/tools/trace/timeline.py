@@ -1,4 +1,4 @@
-"""Draw a trace: what each CTA of each rank did in one pair of dispatch and combine, over time."""
+"""Draw a trace: the work of each CTA of each rank in one pair of dispatch and combine, over time."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ COLOURS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "tells that it is done": ("#8a94a6", ("told",)),
 }  # fmt: skip
-"""Colour and moments of what a CTA does until then."""
+"""By the work of a CTA, its colour and the moments that end it."""
 
 
 def draw_trace(document: dict[str, Any], path: Path) -> None:
     """Draw the last pair of the JSON document of a trace into ``path`` (its suffix chooses the file format).
 
-    A line is a track, ranks from top to bottom and SMs inside; a colour is what a CTA did until its next moment.
+    A line is a track, ranks from top to bottom and SMs inside; a colour is the work of a CTA until its next moment.
 
     Raises:
         ArgumentError: the document has no slices.
