@@ -36,7 +36,7 @@ BUDGET = {
     "transports/symmetric": 1927,
     "contract": 2423,
     "ops": 1551,
-    "nn": 3199,
+    "nn": 3196,
     "integrations": 3883,
     "tracing": 529,
     "tracing/device": 548,

@@ -27,15 +27,7 @@ INNER_FORMAT = "fp8_block128"
 
 
 class PlacedExperts(torch.nn.Module):
-    """Stacked experts of one rank.
-
-    Attributes:
-        stacked: names of the tensors whose first dimension is the groups.
-        ranks: (rank, world_size) of the communicator.
-        placement: the expert of each physical expert.
-        first: id of the first physical expert here; group g is physical expert ``first + g - num_shared``.
-        num_shared: 1 if group 0 is the fused shared expert, the same on every rank; else 0.
-    """
+    """Stacked experts of one rank; attributes as in :class:`Experts`. ``stacked``: the tensors with groups first."""
 
     stacked: tuple[str, ...]
     ranks: tuple[int, int]
@@ -82,6 +74,10 @@ class Experts(PlacedExperts, KnowsRows):
     Attributes:
         gate_up_proj: [num_groups, 2 * intermediate_size, hidden_size], rows of gate before rows of up.
         down_proj: [num_groups, hidden_size, intermediate_size].
+        ranks: (rank, world_size) of the communicator.
+        first: id of the first physical expert here; group g is physical expert ``first + g - num_shared``.
+        num_experts: experts of the layer, each counted once.
+        num_shared: 1 if group 0 of both parameters is the fused shared expert, the same on every rank; else 0.
     """
 
     stacked = ("gate_up_proj", "down_proj")
@@ -154,6 +150,7 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
     Attributes:
         gate_up_proj, gate_up_scales, down_proj, down_scales: codes and scales, buffers of the state_dict, whose dtypes
             stay when the module is cast. Each has the groups as its first dimension.
+        first, num_experts, num_shared, placement: as in :class:`moelink.nn.Experts`.
     """
 
     stacked = ("gate_up_proj", "gate_up_scales", "down_proj", "down_scales")
