@@ -175,7 +175,7 @@ def test_registry():
 
 
 def test_registered_formats_are_found_by_name(monkeypatch):
-    monkeypatch.setattr(moelink.formats, "REGISTRY", FormatRegistry())
+    monkeypatch.setattr(moelink.formats.registry, "REGISTRY", FormatRegistry())
     register_format(Halves())
     assert isinstance(get_format("halves_of_test_formats"), Format)
     assert format_names()[-1] == "halves_of_test_formats"

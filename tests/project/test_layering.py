@@ -45,7 +45,7 @@ STANDS_ALONE = "reference"
 
 
 def room_of(path: Path) -> str:
-    """Top-level module or package of a file: ``formats/mxfp8.py`` is in ``formats``."""
+    """Top-level module or package of a file: ``formats/fp8.py`` is in ``formats``."""
     first, *rest = path.relative_to(ROOT).parts
     part = ".".join((first, *rest[:1]))
     return part if part in SIDE else "moelink" if first == "__init__.py" else first.removesuffix(".py")

@@ -19,7 +19,7 @@ ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_be
 
 BUDGET = {
     ".": 3235,
-    "formats": 1543,
+    "formats": 1339,
     "reference": 926,
     "memory": 1819,
     "memory/nodes": 913,
@@ -36,7 +36,7 @@ BUDGET = {
     "transports/symmetric": 1927,
     "contract": 2423,
     "ops": 1551,
-    "nn": 3196,
+    "nn": 3195,
     "integrations": 3883,
     "tracing": 529,
     "tracing/device": 548,

@@ -21,21 +21,6 @@ Importing this package touches no device and does not import triton; ``Format.co
 from __future__ import annotations
 
 from moelink.formats.base import Format, Quantized, ScaleLayout
-from moelink.formats.registry import REGISTRY
+from moelink.formats.registry import format_names, get_format, register_format
 
 __all__ = ["Format", "Quantized", "ScaleLayout", "format_names", "get_format", "register_format"]
-
-
-def get_format(name: str) -> Format:
-    """Return the format of a name. Raises ConfigError for field ``dispatch_format``, which lists the known names."""
-    return REGISTRY.get(name)
-
-
-def register_format(fmt: Format) -> None:
-    """Make ``fmt`` known as ``fmt.name`` in this process, for good. Raises ArgumentError when the name is taken."""
-    REGISTRY.register(fmt)
-
-
-def format_names() -> tuple[str, ...]:
-    """Return every known name: built-in ones first, then registered ones in their order."""
-    return REGISTRY.names()

@@ -1,6 +1,6 @@
 """Define a token format: how a row of activations becomes bytes on the wire, and rows plus scales at the receiver.
 
-Legend: ``n`` rows, ``hidden`` elements a row, ``group`` elements that share a scale.
+Legend: ``n`` rows, ``hidden`` elements a row, ``group`` elements that share a scale, ``g`` scales a row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelink.errors import ConfigError
+from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class Quantized:
 
 
 class ScaleLayout(ABC):
-    """Where the scales of received rows are in the output: writes them there and reads them back. Pure torch; no
-    communication.
+    """The places of scales in the output: writes scales there and reads them back. Pure torch; no communication.
 
     ``row_offsets`` is [num_groups + 1] int32, exclusive starts of the groups in the output rows. ``rows`` [n] int64 are
     output row numbers and ``groups`` [n] int64 the group of each.
@@ -147,10 +146,51 @@ class Format(ABC):
         """Return [n, hidden] fp32 (fp64 for format fp64) from payload and row-major scales."""
 
     def codec(self) -> Any:
-        """Return the Triton codec, device functions of the same arithmetic, bit for bit. Imported on first use (needs
-        triton)."""
-        from moelink.errors import UnsupportedError
-
+        """Return the Triton codec: device functions of the same arithmetic, bit for bit. Imports triton."""
         raise UnsupportedError(
             f"format {self.name!r}: expected Triton device functions, got none; use transport='collective'"
         )
+
+
+class BuiltIn(Format):
+    """A format of moelink's own. Its codec has its name; a subclass with another name inherits the codec."""
+
+    def codec(self) -> Any:
+        from moelink.formats.device.codecs import CODECS
+
+        names = (kind.__dict__.get("name") for kind in type(self).__mro__)
+        return next(CODECS[name] for name in names if name in CODECS)
+
+
+def check_rows(fmt: Format, x: Tensor, input_scale: Tensor | None) -> None:
+    """Raise for arguments that ``fmt.quantize`` does not take: shape, dtype, hidden size, or an unused scale."""
+    if x.dim() != 2:
+        raise ArgumentError("x", "a tensor [n, hidden]", f"shape {list(x.shape)}")
+    if x.dtype not in fmt.input_dtypes:
+        raise ArgumentError("x", f"one of {', '.join(map(str, fmt.input_dtypes))} (format {fmt.name!r})", x.dtype)
+    fmt.validate_hidden(x.shape[1])
+    if input_scale is not None and not fmt.uses_input_scale:
+        raise ArgumentError("input_scale", f"None (format {fmt.name!r} has no global scale)", "a tensor")
+
+
+def split(fmt: Format, x: Tensor, input_scale: Tensor | None = None) -> Tensor:
+    """Check [n, hidden] and split it into fp32 [n, g, elements], g parts that share a scale each."""
+    check_rows(fmt, x, input_scale)
+    return _parts(fmt, x.to(torch.float32))
+
+
+def _parts(fmt: Format, x: Tensor) -> Tensor:
+    elements = fmt.elements_per_scale(x.shape[1])
+    return x.reshape(x.shape[0], x.shape[1] // elements, elements)
+
+
+def join(fmt: Format, values: Tensor, scales: Tensor) -> Tensor:
+    """Undo :func:`split`: fp32 [n, hidden] of codes as fp32 [n, hidden] times scales [n, g]."""
+    return (_parts(fmt, values) * scales[..., None]).view(values.shape)
+
+
+def require_scales(fmt: Format, scales: Tensor | None) -> Tensor:
+    """Return ``scales``, which ``fmt.dequantize`` needs. Raises ArgumentError for None."""
+    if scales is None:
+        raise ArgumentError("scales", f"the scales of format {fmt.name!r}", None)
+    return scales

@@ -1,7 +1,7 @@
 """Convert between fp32 and the narrow types of the formats, in torch.
 
-Every function is elementwise, never synchronises, and gives the same bits on CPU and CUDA.
-``moelink.formats.device.casts`` holds the Triton twins.
+No function synchronises, and each gives the same bits on CPU and CUDA. All but :func:`amax` and the two that pack codes
+are elementwise. ``moelink.formats.device.casts`` has the Triton twins.
 
 =====  ============================================  =====================================================
 type   values                                        from fp32
@@ -42,6 +42,12 @@ def canonical_nan(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), math.nan, x)
 
 
+def amax(groups: Tensor) -> Tensor:
+    """Return the largest magnitude of each group, [n, g, group] to [n, g]. An inf counts as the largest fp32; a NaN
+    gives NaN."""
+    return groups.abs().amax(dim=-1).clamp(max=F32_MAX)
+
+
 def f32_to_e4m3(x: Tensor) -> Tensor:
     """Round fp32 to float8_e4m3fn. 448.1 -> 448, 17.0 (tie of 16 and 18) -> 16, 19.0 -> 20, NaN -> 0x7f."""
     return canonical_nan(x.clamp(-E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
@@ -55,7 +61,7 @@ def e4m3_to_f32(codes: Tensor) -> Tensor:
 def f32_to_e2m1(x: Tensor) -> Tensor:
     """Round fp32 to e2m1 codes 0..15, uint8, one a byte.
 
-    Ties: .25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4. -0.0 and what rounds to it -> code 8.
+    Ties: .25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2, 2.5 -> 2, 3.5 -> 4, 5 -> 4. A negative result 0 -> code 8.
     """
     bits = x.view(torch.int32)
     magnitude = bits & _MAGNITUDE
@@ -89,7 +95,7 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 def f32_to_e8m0_up(x: Tensor) -> Tensor:
     """Return the E8M0 code (uint8) of the smallest power of two that is not below the magnitude of an fp32.
 
-    1.0 -> 127, 1.0 + ulp -> 128, 1.5 -> 128; 0 and what is not above 2**-127 -> 0; above 2**127 and inf -> 254.
+    1.0 -> 127, 1.0 + ulp -> 128, 1.5 -> 128; from 0 to 2**-127 -> 0; above 2**127 and inf -> 254.
     """
     magnitude = x.view(torch.int32) & _MAGNITUDE
     code = ((magnitude + 0x7FFFFF) >> 23).clamp(max=254)

@@ -6,17 +6,14 @@ converted: widening is exact; fp32 and fp16 become bf16 by round to nearest even
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from moelink.formats.base import Format, Quantized
+from moelink.formats.base import BuiltIn, Quantized, check_rows
 from moelink.formats.casts import to_bf16
-from moelink.formats.grouping import check_rows
 
 
-class Plain(Format):
+class Plain(BuiltIn):
     """A format without scales. ``group`` is 1, so it takes every hidden size."""
 
     group = 1
@@ -46,11 +43,6 @@ class BF16(Plain):
         check_rows(self, x, input_scale)
         return Quantized(to_bf16(x), None)
 
-    def codec(self) -> Any:
-        from moelink.formats.device.plain import BF16
-
-        return BF16
-
 
 class FP32(Plain):
     """float32 rows: every accepted input is carried exactly."""
@@ -58,14 +50,9 @@ class FP32(Plain):
     name = "fp32"
     payload_dtype = torch.float32
 
-    def codec(self) -> Any:
-        from moelink.formats.device.plain import FP32
-
-        return FP32
-
 
 class FP64(Plain):
-    """float64 rows, for gradient checks: every accepted input, float64 too, is carried exactly."""
+    """float64 rows, for gradient checks: every accepted input, also float64, is carried exactly."""
 
     name = "fp64"
     payload_dtype = torch.float64
@@ -76,8 +63,3 @@ class FP64(Plain):
 
     def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
         return payload
-
-    def codec(self) -> Any:
-        from moelink.formats.device.plain import FP64
-
-        return FP64

@@ -7,12 +7,8 @@ from types import MappingProxyType
 
 from moelink.errors import ArgumentError, ConfigError
 from moelink.formats.base import Format
-from moelink.formats.fp8_block128 import FP8Block128
-from moelink.formats.fp8_block128_e8m0 import FP8Block128E8M0
-from moelink.formats.fp8_token import FP8Token
-from moelink.formats.mxfp4 import MXFP4
-from moelink.formats.mxfp8 import MXFP8
-from moelink.formats.nvfp4 import NVFP4
+from moelink.formats.fp4 import MXFP4, NVFP4
+from moelink.formats.fp8 import MXFP8, FP8Block128, FP8Block128E8M0, FP8Token
 from moelink.formats.plain import BF16, FP32, FP64
 
 BUILTIN: Mapping[str, Format] = MappingProxyType(
@@ -37,7 +33,7 @@ class FormatRegistry:
         return (*self._builtin, *self._registered)
 
     def get(self, name: str) -> Format:
-        """Return the format of that name. Raises ConfigError, which lists the known names."""
+        """Return the format called ``name``. Raises ConfigError, which lists the known names."""
         fmt = self._builtin.get(name) or self._registered.get(name)
         if fmt is None:
             raise ConfigError("dispatch_format", f"one of {', '.join(map(repr, self.names()))}", name)
@@ -55,3 +51,18 @@ class FormatRegistry:
 
 
 REGISTRY = FormatRegistry()
+
+
+def get_format(name: str) -> Format:
+    """Return the format of a name. Raises ConfigError for field ``dispatch_format``, which lists the known names."""
+    return REGISTRY.get(name)
+
+
+def register_format(fmt: Format) -> None:
+    """Make ``fmt`` known as ``fmt.name`` in this process, for good. Raises ArgumentError when the name is taken."""
+    REGISTRY.register(fmt)
+
+
+def format_names() -> tuple[str, ...]:
+    """Return every known name: built-in ones first, then registered ones in their order."""
+    return REGISTRY.names()

@@ -51,7 +51,7 @@ def scatter_by_group(
 
 
 def _past_the_size(place: Tensor, starts: Tensor, ends: Tensor, sizes: Tensor) -> Tensor:
-    """Return where ``place`` lies in group g's [starts[g], ends[g]) at or beyond starts[g] + sizes[g] (G > 0)."""
+    """Return True for each ``place`` in [starts[g] + sizes[g], ends[g]) of a group g (G > 0)."""
     group = torch.searchsorted(ends, place, right=True)
     inside = group < ends.numel()
     group = group.clamp(max=ends.numel() - 1)

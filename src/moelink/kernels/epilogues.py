@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from moelink.formats.device import fp8_block128, mxfp4, mxfp8, nvfp4
+from moelink.formats.device.codecs import encode_fp32_scale, encode_mxfp4, encode_mxfp8, encode_nvfp4
 from moelink.kernels.launch.device import is_interpreted
 from moelink.kernels.numeric import round_to
 
@@ -88,25 +88,25 @@ def _quantize(
 @triton.jit
 def quantize_fp8_block128(tensors, token, columns, block, mask):
     """tensors: payload, scales (fp32), width."""
-    _quantize(tensors, token, columns, block, mask, 1.0, fp8_block128.encode, 128, 128)
+    _quantize(tensors, token, columns, block, mask, 1.0, encode_fp32_scale, 128, 128)
 
 
 @triton.jit
 def quantize_mxfp8(tensors, token, columns, block, mask):
     """tensors: payload, scales (bits), width."""
-    _quantize(tensors, token, columns, block, mask, 1.0, mxfp8.encode, 32, 32)
+    _quantize(tensors, token, columns, block, mask, 1.0, encode_mxfp8, 32, 32)
 
 
 @triton.jit
 def quantize_mxfp4(tensors, token, columns, block, mask):
     """tensors: payload, scales (bits), width."""
-    _quantize(tensors, token, columns, block, mask, 1.0, mxfp4.encode, 32, 16)
+    _quantize(tensors, token, columns, block, mask, 1.0, encode_mxfp4, 32, 16)
 
 
 @triton.jit
 def quantize_nvfp4(tensors, token, columns, block, mask):
     """tensors: payload, scales (bits), width, global scale (fp32, one element)."""
-    _quantize(tensors, token, columns, block, mask, tl.load(tensors[3]), nvfp4.encode, 16, 8)
+    _quantize(tensors, token, columns, block, mask, tl.load(tensors[3]), encode_nvfp4, 16, 8)
 
 
 QUANTIZE = {

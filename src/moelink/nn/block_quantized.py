@@ -26,9 +26,8 @@ from torch import Tensor
 
 from moelink.arith import ceil_div
 from moelink.errors import ArgumentError, UnsupportedError
-from moelink.formats.casts import E4M3_MAX, canonical_nan, divide, e4m3_to_f32, f32_to_e4m3
-from moelink.formats.fp8_block128 import AMAX_FLOOR
-from moelink.formats.grouping import amax
+from moelink.formats.casts import E4M3_MAX, amax, canonical_nan, divide, e4m3_to_f32, f32_to_e4m3
+from moelink.formats.fp8 import AMAX_FLOOR
 
 BLOCK = 128
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
