@@ -10,7 +10,7 @@ import pytest
 
 import moelink
 from moelink import env
-from moelink.memory.nodes import watchdog_process
+from moelink.memory.nodes import watchdog
 from tests.support.fault_ranks import FIELDS
 
 
@@ -41,10 +41,10 @@ def test_another_value_of_a_switch_is_refused(value: str) -> None:
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="kernels before Linux 5.3 have no handles of processes")
 def test_the_watchdog_signals_a_process_and_none_that_gets_its_number_later() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        signaller = watchdog_process._signaller(process.pid)
+        signaller = watchdog._signaller(process.pid)
         signaller(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
         with pytest.raises(ProcessLookupError):
             signaller(0)
     with pytest.raises(ProcessLookupError):
-        watchdog_process._signaller(process.pid)
+        watchdog._signaller(process.pid)

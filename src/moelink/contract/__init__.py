@@ -26,7 +26,7 @@ from moelink.contract.dispatch import ep_dispatch_async, ep_dispatch_wait, ep_fu
 from moelink.contract.layouts import EPDispatchKernel
 from moelink.contract.params import EPParams
 from moelink.contract.tensors import EPRouting, TokenHandler
-from moelink.memory.pointers import COMBINE, DISPATCH, RECV, RECV_COUNT, SEND, pointer_table
+from moelink.memory.workspace import COMBINE, DISPATCH, RECV, RECV_COUNT, SEND, pointer_table
 
 __all__ = [
     "COMBINE",

@@ -28,9 +28,8 @@ from moelink.kernels.launch.grid import sm_count
 from moelink.kernels.launch.launcher import Launcher
 from moelink.kernels.records import Peers
 from moelink.memory import Network, SymmetricMemory, connect
-from moelink.memory.pointers import COMBINE, DISPATCH, REGIONS, pointer_table
 from moelink.memory.protocol import RECORD_WORDS
-from moelink.memory.workspace import Workspace
+from moelink.memory.workspace import COMBINE, DISPATCH, REGIONS, Workspace, pointer_table
 from moelink.routing import ExpertMap
 from moelink.transports.build import memory_of_group
 from moelink.version import check_pair

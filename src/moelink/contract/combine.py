@@ -28,7 +28,7 @@ from moelink.kernels.launch.constants import CombineSpec, combine_spec
 from moelink.kernels.launch.grid import Launch, combine_launch, combine_numbers
 from moelink.kernels.launch.own_rows import with_own_rows
 from moelink.kernels.records import CombineInputs, CombineOutputs
-from moelink.memory.pointers import COMBINE
+from moelink.memory.workspace import COMBINE
 
 if TYPE_CHECKING:
     from moelink.contract.buffers import EPBuffers

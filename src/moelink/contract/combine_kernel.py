@@ -31,7 +31,7 @@ from moelink.kernels.combine import phases
 from moelink.kernels.launch.grid import Launch, combine_numbers, sm_count
 from moelink.kernels.records import CombineInputs, CombineOutputs
 from moelink.memory.layout import REGION_ALIGNMENT
-from moelink.memory.pointers import COMBINE
+from moelink.memory.workspace import COMBINE
 
 if TYPE_CHECKING:
     from moelink.contract.buffers import EPBuffers

@@ -40,7 +40,7 @@ from moelink.kernels.launch.constants import COPY, ENCODE, DispatchSpec, dispatc
 from moelink.kernels.launch.grid import Launch, TokenSplit, dispatch_launch, dispatch_numbers, layout_launch
 from moelink.kernels.records import CachedRouting, DispatchInputs, DispatchNumbers, DispatchOutputs
 from moelink.memory.layout import as_bytes
-from moelink.memory.pointers import DISPATCH
+from moelink.memory.workspace import DISPATCH
 
 if TYPE_CHECKING:
     from moelink.contract.buffers import EPBuffers

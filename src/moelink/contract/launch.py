@@ -17,7 +17,7 @@ from moelink.contract.tensors import EPRouting
 from moelink.kernels.launch.grid import Launch
 from moelink.kernels.records import CreditNumbers, Peers, RoutingNotes
 from moelink.kernels.sync.credit import ep_grant_credits_kernel
-from moelink.memory.pointers import RECV
+from moelink.memory.workspace import RECV
 
 if TYPE_CHECKING:
     from moelink.contract.buffers import EPBuffers

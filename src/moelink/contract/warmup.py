@@ -16,7 +16,7 @@ from moelink.contract.notes import CallNotes, Given
 from moelink.contract.tensors import EPRouting, TokenHandler
 from moelink.errors import ArgumentError
 from moelink.hooks import Hook
-from moelink.memory.pointers import COMBINE, DISPATCH
+from moelink.memory.workspace import COMBINE, DISPATCH
 
 if TYPE_CHECKING:
     from moelink.contract.buffers import EPBuffers

@@ -8,20 +8,17 @@
 ==========================  =====================================================================
 
 Between nodes a :class:`Network` (made by :func:`connect`) carries bytes from block to block: NVSHMEM, or a simulated
-:class:`NetworkProxy` where nodes are processes of one machine.
-
-:mod:`moelink.memory.workspace` lists the regions of a block, :mod:`moelink.memory.protocol` the numbers that kernels
-and host share. :mod:`moelink.memory.bounds`, imported only with ``MOELINK_DEBUG=1``, checks the accesses of interpreted
-kernels.
+:class:`NetworkProxy` for nodes that are processes of one machine. :mod:`moelink.memory.workspace` lists the regions of
+a block, :mod:`moelink.memory.protocol` the numbers that kernels and host share. :mod:`moelink.memory.bounds`, imported
+only with ``MOELINK_DEBUG=1``, checks the accesses of interpreted kernels.
 """
 
-from moelink.memory.base import SymmetricMemory
+from moelink.memory.blocks import SingleProcessMemory, SymmetricMemory, create_all
 from moelink.memory.nodes.network import Network, connect
 from moelink.memory.nodes.network_proxy import NetworkProxy
 from moelink.memory.nodes.nvshmem import NvshmemMemory
 from moelink.memory.posix import PosixMemory
 from moelink.memory.setup import MAX_RECORD_BYTES, Exchange
-from moelink.memory.single import SingleProcessMemory, create_all
 from moelink.memory.torch_symm import Members, TorchMemory
 
 __all__ = [

@@ -1,4 +1,8 @@
-"""Implement the common part of symmetric memory: one block per rank, and the table of their addresses."""
+"""Define symmetric memory, one block of equal size on every rank, and allocate it inside one process.
+
+The other files allocate it between processes. A process that has all ranks has their blocks on CPUs, or on CUDA devices
+with peer access.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moelink.errors import ArgumentError, ClosedError
+from moelink.errors import ArgumentError, ClosedError, UnsupportedError
 
 
-class Blocks:
-    """One rank's view of mapped blocks (implements :class:`~moelink.memory.base.SymmetricMemory`).
+class SymmetricMemory:
+    """One rank's view of the blocks of all ranks.
 
     Attributes:
         rank: this rank.
@@ -19,7 +23,7 @@ class Blocks:
         nbytes: bytes of each block.
         local: [nbytes] uint8, this rank's block, zero at creation. Empty after :meth:`close`.
         pointers: [world_size] int64 on the device of ``local``: each block's address, valid in this process and on that
-            device, 0 where a block cannot be addressed. Zeros after :meth:`close`.
+            device, 0 for blocks that cannot be addressed. Zeros after :meth:`close`.
     """
 
     def __init__(self, rank: int, blocks: Sequence[Tensor | None]) -> None:
@@ -54,8 +58,68 @@ class Blocks:
         """Release all blocks. Waits for no peer; safe to call twice.
 
         A block's memory is freed when the last rank has released it. A view that the caller holds keeps that block
-        mapped. Kernels must not use ``pointers`` read before.
+        mapped. Kernels must not use earlier ``pointers``.
         """
         self._blocks = []
         self.local = self.local.new_empty(0)
         self.pointers = torch.zeros_like(self.pointers)
+
+
+class SingleProcessMemory(SymmetricMemory):
+    """One rank's view of blocks that all live in this process; a block is free once every rank's view is closed."""
+
+
+def create_all(devices: Sequence[torch.device | str], nbytes: int) -> list[SymmetricMemory]:
+    """Allocate zeroed blocks for ``len(devices)`` ranks, rank r's on ``devices[r]``; return each rank's view of them.
+
+    Args:
+        devices: all CPU (any number) or all CUDA; a device may be listed more than once.
+        nbytes: bytes of each block, at least 1.
+
+    Raises:
+        ArgumentError: no devices, devices of several kinds or of a kind that is not supported, ``nbytes`` below 1.
+        UnsupportedError: two of the CUDA devices, named, cannot reach each other.
+    """
+    places = [_with_index(torch.device(device)) for device in devices]
+    kinds = sorted({place.type for place in places})
+    if kinds not in (["cpu"], ["cuda"]):
+        raise ArgumentError("devices", "CPU devices only or CUDA devices only", ", ".join(map(str, places)) or "none")
+    if nbytes < 1:
+        raise ArgumentError("nbytes", "at least 1", nbytes)
+    _enable_peer_access([place for place in dict.fromkeys(places) if place.type == "cuda"])
+    blocks = [torch.zeros(nbytes, dtype=torch.uint8, device=place) for place in places]
+    memories: list[SymmetricMemory] = [SingleProcessMemory(rank, blocks) for rank in range(len(blocks))]
+    _synchronize(places)  # a peer's kernel must find zeros
+    return memories
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return ``cuda`` as ``cuda:<current>``, so that equal devices compare equal."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _enable_peer_access(devices: Sequence[torch.device]) -> None:
+    """Let kernels on each of ``devices`` address the memory of all the others.
+
+    Torch enables peer access, once per ordered pair and for all memory of its allocator (expandable segments and
+    ``cudaMallocAsync`` included, which the driver's own call does not cover), when it first copies between two devices.
+    So one byte is copied in both directions of every pair.
+    """
+    pairs = [(a, b) for a in devices for b in devices if a != b]
+    for a, b in pairs:
+        if not torch.cuda.can_device_access_peer(a, b):
+            raise UnsupportedError(
+                f"expected peer access between all devices, got none from {a} to {b}; use transport='collective'"
+            )
+    bytes_of = {device: torch.zeros(1, dtype=torch.uint8, device=device) for device in devices}
+    for a, b in pairs:
+        bytes_of[a].copy_(bytes_of[b])
+    _synchronize(devices)
+
+
+def _synchronize(devices: Sequence[torch.device]) -> None:
+    for device in dict.fromkeys(devices):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -25,7 +25,7 @@ from triton.runtime import interpreter
 from moelink.errors import MoelinkError, UnsupportedError
 
 if TYPE_CHECKING:
-    from moelink.memory.base import SymmetricMemory
+    from moelink.memory.blocks import SymmetricMemory
     from moelink.memory.layout import RegionTable
 
 _ENTRY_POINTS = {
@@ -41,7 +41,7 @@ _ENTRY_POINTS = {
 
 @dataclass(frozen=True)
 class AccessRange:
-    """``nbytes`` bytes from ``address`` on that kernels may touch: array ``name`` of rank ``rank`` (None: nobody's)."""
+    """``nbytes`` bytes from ``address`` on that kernels may touch: array ``name`` of ``rank`` (None: of no rank)."""
 
     name: str
     rank: int | None
@@ -59,7 +59,7 @@ class AccessRange:
 
 
 def region_ranges(table: RegionTable, memory: SymmetricMemory) -> list[AccessRange]:
-    """Every region of ``table`` in every rank's block that this process can address; padding is in no range."""
+    """Return every region of ``table`` in every block that this process can address; padding is in no range."""
     pointers = memory.pointers.tolist()
     return [
         AccessRange(region.name, rank, base + region.offset, region.nbytes)
@@ -72,9 +72,9 @@ def region_ranges(table: RegionTable, memory: SymmetricMemory) -> list[AccessRan
 def guard_accesses(ranges: Iterable[AccessRange]) -> Iterator[None]:
     """Check every access of interpreted kernels of this process against ``ranges`` until the block ends.
 
-    Guards add up: what any entered guard knows is legal, so each communicator of a process can have its own. Tensors
-    passed to a kernel are legal during its launch, except that one which overlaps a named range (a whole block) adds
-    nothing to it. The last guard to leave restores the interpreter.
+    Guards add up: ranges of every entered guard are legal, so each communicator of a process can have its own. Tensors
+    passed to a kernel are legal during its launch, except for a tensor that overlaps a named range (a whole block). The
+    last guard to leave restores the interpreter.
 
     Raises:
         UnsupportedError: kernels are compiled, not interpreted.
@@ -101,7 +101,7 @@ def guard_accesses(ranges: Iterable[AccessRange]) -> Iterator[None]:
             _uninstall()
 
 
-# Triton's interpreter is one object per process, and so is what is patched into it and what is known to be legal.
+# Triton's interpreter is one object per process, and so are its patches and the legal ranges.
 _known: dict[object, tuple[AccessRange, ...]] = {}
 _arguments: dict[object, tuple[AccessRange, ...]] = {}
 _originals: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -109,7 +109,7 @@ _kernel: ContextVar[str] = ContextVar("moelink_kernel", default="a kernel")
 
 
 def _install() -> None:
-    """Patch the interpreter's entry points, unless they are."""
+    """Patch the interpreter's entry points, unless they are patched."""
     if _originals:
         return
     for name, kind in _ENTRY_POINTS.items():
@@ -126,7 +126,7 @@ def _patch(owner: type, name: str, make: Callable[[Callable[..., Any]], Callable
 
 
 def _uninstall() -> None:
-    """Put the entry points back. One that somebody else has wrapped since stays, and passes everything."""
+    """Put the entry points back. A patch that other code has wrapped stays, and checks nothing."""
     for (owner, name), (original, replacement) in _originals.items():
         if getattr(owner, name) is replacement:
             setattr(owner, name, original)
@@ -134,7 +134,7 @@ def _uninstall() -> None:
 
 
 def _checked(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, an entry point of the interpreter, after a check of the addresses that it is given."""
+    """Return ``original``, an entry point of the interpreter, behind a check of its addresses."""
     names = list(inspect.signature(original).parameters)
     at_pointers = names.index("ptrs" if "ptrs" in names else "ptr")
     at_mask = names.index("mask") if "mask" in names else None
@@ -184,7 +184,7 @@ def _check(kind: str, builder: Any, pointers: Any, mask: Any) -> None:
 
 
 def _nearest(address: int, size: int, known: list[AccessRange]) -> str:
-    """Where ``address`` lies with respect to the range closest to it."""
+    """Describe the place of ``address`` relative to the closest range."""
     if not known:
         return "with no range known"
     nearest = min(known, key=lambda r: max(r.address - address, address - r.end, 0))
@@ -196,7 +196,7 @@ def _nearest(address: int, size: int, known: list[AccessRange]) -> str:
 
 
 def _with_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, the launch of a grid, with its tensors legal meanwhile and our errors not wrapped in Triton's."""
+    """Return ``original``, the launch of a grid, with its tensors legal, and moelink's errors unwrapped of Triton's."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +220,8 @@ def _with_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensor_ranges(arguments: Iterable[Any]) -> Iterator[AccessRange]:
-    """The bytes of every tensor among ``arguments``, in tuples and descriptors too, that overlap no named range."""
+    """Yield the bytes of each tensor among ``arguments``, also in tuples and descriptors, that overlaps no named
+    range."""
     for argument in arguments:
         if isinstance(argument, tuple):
             yield from _tensor_ranges(argument)

@@ -27,8 +27,8 @@ REGION_ALIGNMENT = 128
 def as_bytes(rows: Tensor) -> Tensor:
     """View [..., width] of any dtype as [..., width * itemsize] uint8; copy non-contiguous tensors.
 
-    A contiguous tensor without elements, or of one column, may have any strides, with which torch views it as no other
-    dtype. Gradients of a rank without tokens are such tensors. So strides are made those of the shape first.
+    A contiguous tensor without elements, or of one column, may have strides with which torch cannot view it as another
+    dtype; gradients of a rank without tokens are such tensors. So the strides of the shape are set first.
     """
     return rows.contiguous().view(-1).view(rows.shape).view(torch.uint8)
 
@@ -53,7 +53,7 @@ class Region:
         return self.offset + self.nbytes
 
     def view(self, memory: Tensor) -> Tensor:
-        """The region as a typed view of ``memory`` (one-dimensional uint8)."""
+        """Return the region as a typed view of ``memory`` (one-dimensional uint8)."""
         if memory.dtype != torch.uint8 or memory.dim() != 1 or memory.numel() < self.end:
             size = f"{memory.numel()} {memory.dtype}"
             raise MoelinkError(
@@ -161,6 +161,6 @@ class DispatchMessage:
         return align_up(self.parts.regions[-1].end, ALIGNMENT)
 
     def field(self, messages: Tensor, name: str) -> Tensor:
-        """Part ``name`` of ``messages`` [n, nbytes] uint8 as a strided view [n, width] of its dtype."""
+        """Return part ``name`` of ``messages`` [n, nbytes] uint8 as a strided view [n, width] of its dtype."""
         region = self.parts[name]
         return messages[:, region.offset : region.end].view(region.dtype)

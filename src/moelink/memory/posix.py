@@ -2,18 +2,18 @@
 
 Each rank's block is a file of the shared-memory file system **without a lasting name**: it is made with ``O_TMPFILE``
 (or, on kernels without that, with ``O_EXCL``, mode 0600 and a random name that the next call unlinks), and peers open
-it as ``/proc/<pid>/fd/<n>``. So no file is left behind whenever a rank is killed, and no process finds a block by
-guessing a name. Two alternatives were rejected. A name that is unlinked when all ranks have mapped the block stays
-behind when a rank is killed before that. Blocks of ``memfd_create`` count against no file system's limit, so a size
-beyond memory would end in the kernel's out-of-memory killer instead of ENOSPC.
+it as ``/proc/<pid>/fd/<n>``. So a killed rank leaves no file behind, and no process finds a block by guessing a name.
+Two alternatives were rejected: a name that is unlinked after all ranks have mapped the block stays behind if a rank is
+killed before that; and blocks of ``memfd_create`` count against no file system's limit, so a size beyond memory would
+end in the kernel's out-of-memory killer instead of ENOSPC.
 
 Opening ``/proc/<pid>/fd/<n>`` needs the same user and the same PID namespace. Yama's ``ptrace_scope`` does not matter
 (it restricts attaching, not reading); a process that made itself undumpable (``prctl``, file capabilities) is refused
 by the kernel, and the error here says so.
 
 A file has the block, zeros up to the next page, and one page with a random token. A peer maps a file only if owner,
-mode, link count, size, device, inode and token are those that the owner described: a forged record cannot make it map
-somebody else's file, nor the block of another communicator.
+mode, link count, size, device, inode and token are as the owner's record says: a forged record cannot make it map
+another user's file, or the block of another communicator.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from moelink.arith import align_up
 from moelink.errors import ArgumentError, UnsupportedError
-from moelink.memory.blocks import Blocks
+from moelink.memory.blocks import SymmetricMemory
 from moelink.memory.setup import (
     MACHINE,
     NUMBER,
@@ -61,12 +61,12 @@ _SCHEMA: Schema = {
 }
 
 
-class PosixMemory(Blocks):
+class PosixMemory(SymmetricMemory):
     """Blocks of shared memory of the processes of one machine: page aligned, ``pointers`` on the CPU."""
 
     @classmethod
     def create(cls, nbytes: int, *, rank: int, world_size: int, exchange: Exchange) -> PosixMemory:
-        """Make this rank's block and map everybody's. Collective: every rank calls it, with the same ``nbytes``.
+        """Make this rank's block and map those of all ranks. Collective: every rank calls it, with the same ``nbytes``.
 
         Args:
             nbytes: bytes of each block, at least 1.
@@ -79,7 +79,7 @@ class PosixMemory(Blocks):
             ConfigMismatchError: ranks passed different ``nbytes``.
             UnsupportedError: too little shared memory, other machine, container or user; on all ranks, naming the one.
             ProtocolError: a peer's record is malformed.
-            Exception: what ``exchange`` raises when a rank does not answer.
+            Exception: of ``exchange``, when a rank does not answer.
         """
         with ExitStack() as descriptors:
 
@@ -106,12 +106,12 @@ class PosixMemory(Blocks):
 
 
 def _file_bytes(nbytes: int) -> int:
-    """The block, rounded up to pages, and the page of the token."""
+    """Return the bytes of the block, rounded up to pages, and of the page of the token."""
     return align_up(nbytes, _PAGE) + _PAGE
 
 
 def _allocate(nbytes: int) -> int:
-    """A new file for a block of ``nbytes`` bytes: zeros, all of them reserved, no name. Returns the descriptor."""
+    """Make a file without a name for a block of ``nbytes`` zeros, all reserved. Returns the descriptor."""
     size = _file_bytes(nbytes)
     flags = os.O_RDWR | os.O_CLOEXEC
     fd = -1
@@ -151,7 +151,7 @@ def _free_bytes() -> int:
 
 
 def _pid_namespace() -> int:
-    """The number of this process's PID namespace, 0 where the kernel does not say."""
+    """Return the number of this process's PID namespace, 0 if the kernel does not say."""
     with suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return 0
@@ -196,7 +196,7 @@ def _map(peer: int, fields: Mapping[str, str]) -> Tensor:
 
 
 def _check(peer: int, status: os.stat_result, fields: Mapping[str, str]) -> None:
-    """Raise UnsupportedError unless ``status`` is that of the file which ``fields`` describe, and only its owner's."""
+    """Raise UnsupportedError unless ``status`` is of the file that ``fields`` describe, open to its owner alone."""
     checks = {
         "kind of file": (stat.S_ISREG(status.st_mode), True),
         "owner": (status.st_uid, os.geteuid()),

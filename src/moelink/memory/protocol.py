@@ -16,19 +16,19 @@ INVALID_IDS, OVERFLOW, DISPATCH_BYTES, COMBINE_BYTES = 9, 10, 11, 12
 FENCE = 13
 """always 0; read to order stores"""
 MALFORMED = 14
-"""bit r (62 for higher ranks, too): rank r sent a count or an index out of range, which was not used"""
+"""bit r (62 for all higher ranks): rank r sent a count or an index out of range, which was not used"""
 MALFORMED_RANKS = 62
 COMBINE_WITH_FLAGS = 15
 """+ parity of the call: one more than the last combine in which a rank refused its arguments or sent rows with flags"""
 TRACE_AT = 17
 """address of the open trace's buffer, 0 for none (``tracing.device.stamps``)"""
 TRACE_STEPS = 18
-"""of rank 0: what the stamps of interpreted kernels count"""
+"""of rank 0: the count of the stamps of interpreted kernels"""
 CLOCK_ASKED, CLOCK_TOLD = 19, 20
 """questions and answers of ranks that compare their clocks (``tracing.device.clocks``)"""
 DISPATCH_FORWARDED, COMBINE_COLLECTED = 21, 22
-"""calls that the forwarders of a two-level dispatch, and the collectors of a combine, have completed, counted as those
-of other roles are"""
+"""calls that the forwarders of a two-level dispatch, and the collectors of a combine, have completed, counted as for
+other roles"""
 
 RECORD_WORDS = 16
 """int64 words of the host-visible record: an error that poisons the communicator, then a peer's refusal."""
@@ -53,8 +53,8 @@ CODE_TIMEOUT, CODE_ABORT, CODE_OPTIONS, CODE_ROUTING = 1, 2, 3, 4
 STATUS_OK, STATUS_ABORT = 0, 1
 
 OPTIONS_BY_ROW, OPTIONS_SUMS, OPTIONS_WEIGHED_SUMS = 1, 2, 3
-"""What a combine returns: every row, sums of rows, or of rows that the expert's rank has multiplied by router weights.
-Stored in combine_status beside the refusal; what else that word says is in ``kernels.sync.quiesce.beside_status``."""
+"""The result of a combine: every row, sums of rows, or sums of rows that the expert's rank has multiplied by router
+weights. Stored in combine_status beside the refusal and the rest of ``kernels.sync.quiesce.beside_status``."""
 
 
 def combine_options(sums: bool, weighed: bool) -> int:
@@ -68,8 +68,7 @@ most messages of one of them, options, the call whose routing is cached, (unused
 beside its value (``kernels.sync.ll_words``)."""
 
 TABLE_GO, TABLE_NOTHING = 1, 2
-"""What the head of ``row_table`` says: unpack the messages; or nothing, as a rank refused the call or makes another
-one."""
+"""Words of the head of ``row_table``: unpack the messages; or nothing, as a rank refused the call or is mismatched."""
 
 MAX_SENDERS = 512
 """Most sending CTAs: ``block_counts`` has a row for each."""

@@ -4,8 +4,7 @@ A record is a few lines of ASCII, ``moelink-memory 1 <kind>`` and one ``name=val
 other processes, so they are checked: the length is bounded, every field must be there, in order, and match its own
 pattern in full, and nothing is unpickled or evaluated.
 
-A rank that failed still takes part in both exchanges and sends the reason. Otherwise its peers would wait until their
-time-out, and would not know the cause.
+A rank that failed takes part in both exchanges and sends the reason, so that its peers neither wait nor guess.
 """
 
 from __future__ import annotations
@@ -48,19 +47,19 @@ def set_up(
     prepare: Callable[[], dict[str, str]],
     accept: Callable[[list[dict[str, str]]], _Accepted],
 ) -> _Accepted:
-    """Prepare on every rank, exchange what was prepared, accept everybody's, and return only if all ranks accepted.
+    """Prepare on every rank, exchange the records, accept them, and return only if all ranks accepted.
 
     Args:
-        exchange: the all-gather; called exactly twice, whatever happens in between.
+        exchange: the all-gather; called exactly twice, also after an error.
         kind: names the record; ranks that set up another kind are refused.
         rank: this rank.
         world_size: number of ranks.
         schema: fields that ``prepare`` returns, without ``rank``, which is added here.
         prepare: makes this rank's part and describes it.
-        accept: receives the checked fields of all ranks, by rank; whatever it returns is returned.
+        accept: receives the checked fields of all ranks, by rank; its result is returned.
 
     Raises:
-        MoelinkError: what ``prepare`` or ``accept`` raised here.
+        MoelinkError: of ``prepare`` or ``accept`` on this rank.
         UnsupportedError: another rank failed; the message has its rank and its reason.
         ProtocolError: a record is malformed.
     """
@@ -86,13 +85,13 @@ def set_up(
 
 
 def encode(kind: str, fields: Mapping[str, str]) -> bytes:
-    """One record. ``encode("posix", {"rank": "0"}) == b"moelink-memory 1 posix\\nrank=0\\n"``."""
+    """Return one record. ``encode("posix", {"rank": "0"}) == b"moelink-memory 1 posix\\nrank=0\\n"``."""
     lines = [f"moelink-memory 1 {kind}", *(f"{name}={value}" for name, value in fields.items()), ""]
     return "\n".join(lines).encode("ascii")
 
 
 def decode(record: object, kind: str, schema: Schema) -> dict[str, str]:
-    """The fields of a record, or ValueError saying what is wrong with it. The inverse of :func:`encode`."""
+    """Return the fields of a record, the inverse of :func:`encode`. Raises ValueError for a malformed one."""
     if not isinstance(record, bytes):
         raise ValueError(f"expected bytes, got {type(record).__name__}")
     if len(record) > MAX_RECORD_BYTES:
@@ -114,7 +113,7 @@ def decode(record: object, kind: str, schema: Schema) -> dict[str, str]:
 
 
 def machine_id() -> str:
-    """An id that is equal for processes of one running machine, and for no others (36 characters, lower-case hex)."""
+    """Return an id that only processes of one running machine share (36 characters, lower-case hex)."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError as error:
@@ -125,7 +124,7 @@ def machine_id() -> str:
 
 
 MACHINE = re.compile(r"[0-9a-f-]{36}")
-"""What :func:`machine_id` returns."""
+"""The form of :func:`machine_id`."""
 
 
 def refuse_other_machines(peers: Sequence[Mapping[str, str]]) -> None:
@@ -151,7 +150,7 @@ def _encode_error(kind: str, rank: int, error: MoelinkError) -> bytes:
 
 
 def _decode_all(replies: object, *, kind: str, rank: int, world_size: int, schema: Schema) -> list[dict[str, str]]:
-    """Every rank's fields, by rank. Raises for the first rank whose record is malformed or says that it failed."""
+    """Return every rank's fields, by rank. Raises for the first rank whose record is malformed or has an error."""
     if not isinstance(replies, list) or len(replies) != world_size:
         got = f"{len(replies)} records" if isinstance(replies, list) else type(replies).__name__
         raise MoelinkError(

@@ -1,14 +1,13 @@
 """Allocate symmetric memory between processes with a CUDA device each, by ``torch.distributed._symmetric_memory``.
 
-This file and ``memory.nodes.nvshmem`` alone touch that module, which torch calls alpha. The uses, with their reasons:
+Only this file and ``memory.nodes.nvshmem`` touch that module, which torch calls alpha. Reasons for the uses:
 
-* Blocks come straight from its allocator (``empty_strided_p2p``), not from ``symm_mem.empty``: newer versions of the
-  latter take them from a pool that keeps freed memory *and its rendezvous*. After a ``close`` one rank could then
-  reuse an old rendezvous while another waits for a new one; and memory would never be given back.
-* Addresses come from ``get_buffer``, not ``buffer_ptrs``, which are those of the allocation, not of the block.
+* Blocks come straight from its allocator (``empty_strided_p2p``). Newer versions of ``symm_mem.empty`` take them from a
+  pool that keeps freed memory *and its rendezvous*: after a ``close`` one rank could reuse an old rendezvous while
+  another waits for a new one, and memory would never be given back.
+* Addresses come from ``get_buffer``: ``buffer_ptrs`` are those of the allocation, not of the block.
 * NVLink multicast is off while blocks are made: it is not used here, and some machines fail when it is set up.
-* The backend must be torch's default, "CUDA": freeing an NVSHMEM block is collective, and ``close`` waits for nobody
-  (``memory.nodes.nvshmem``, for ranks on several nodes, never frees).
+* The backend must be torch's default, "CUDA": freeing an NVSHMEM block is collective, and ``close`` waits for no peer.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moelink.errors import ArgumentError, UnsupportedError
-from moelink.memory.blocks import Blocks
+from moelink.memory.blocks import SymmetricMemory
 from moelink.memory.setup import (
     MACHINE,
     NUMBER,
@@ -59,11 +58,16 @@ class Members:
     name: str
 
 
-class TorchMemory(Blocks):
+def place_in(group: ProcessGroup | Members) -> tuple[int, int]:
+    """Return this rank in ``group``, and the number of ranks."""
+    return (group.rank, group.world_size) if isinstance(group, Members) else (group.rank(), group.size())
+
+
+class TorchMemory(SymmetricMemory):
     """Blocks on the CUDA devices of one machine, mapped into this process; ``pointers`` on this rank's device."""
 
     def __init__(self, local: Tensor, handle: Any) -> None:
-        """Wrap a block and its rendezvous handle; :meth:`create` is what makes them."""
+        """Wrap a block and its rendezvous handle, which :meth:`create` makes."""
         shape = (local.numel(),)
         super().__init__(handle.rank, [handle.get_buffer(r, shape, torch.uint8) for r in range(handle.world_size)])
         self.local = local  # owns the memory that get_buffer's view of it only borrows
@@ -73,15 +77,15 @@ class TorchMemory(Blocks):
     def create(
         cls, nbytes: int, *, device: torch.device, group: ProcessGroup | Members, exchange: Exchange
     ) -> TorchMemory:
-        """Make this rank's block on ``device`` and map everybody's. Collective over ``group``.
+        """Make this rank's block on ``device`` and map those of all ranks. Collective over ``group``.
 
-        What can fail is settled in the two exchanges, on all ranks alike. Torch's rendezvous after them is bounded by
-        the time-out of the group's store only.
+        After the two exchanges all ranks go on, or all raise. Then only the timeout of the group's store bounds torch's
+        rendezvous.
 
         Args:
             nbytes: bytes of each block, at least 1, the same on every rank.
             device: this rank's CUDA device, another for each rank.
-            group: whose ranks take part; only its store is used, so any backend will do, or none (:class:`Members`).
+            group: the ranks that take part; only its store is used, so it needs no backend (:class:`Members`).
             exchange: bounded all-gather of byte strings over the same ranks, called exactly twice.
 
         Raises:
@@ -109,10 +113,7 @@ class TorchMemory(Blocks):
             refuse_shared_devices(uuids)
             refuse_unreachable(uuids)
 
-        if isinstance(group, Members):
-            rank, world_size = group.rank, group.world_size
-        else:
-            rank, world_size = group.rank(), group.size()
+        rank, world_size = place_in(group)
         set_up(exchange, kind="cuda", rank=rank, world_size=world_size, schema=_SCHEMA, prepare=prepare, accept=accept)
         try:
             with torch.cuda.device(device), without_multicast():
@@ -126,7 +127,7 @@ class TorchMemory(Blocks):
     def close(self) -> None:
         """Unmap all blocks and free this rank's; waits for this device's kernels, for no peer. Safe to call twice.
 
-        A peer that still maps this rank's block may go on using it: the driver frees memory when nobody maps it.
+        A peer that maps this rank's block may go on using it: the driver frees memory that no process maps.
         """
         if self._handle is not None:
             torch.cuda.synchronize(self.local.device)
@@ -135,7 +136,7 @@ class TorchMemory(Blocks):
 
 
 def symmetric_memory_module() -> Any:
-    """``torch.distributed._symmetric_memory``, or UnsupportedError where this torch was built without it."""
+    """Return ``torch.distributed._symmetric_memory``. Raises UnsupportedError if this torch was built without it."""
     try:
         return importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
@@ -160,7 +161,7 @@ def _rendezvous(block: Tensor, group: ProcessGroup | Members) -> Any:
 
 
 def _allocate(nbytes: int, device: torch.device) -> Tensor:
-    """[nbytes] uint8 zeros that can be shared, written before anybody else can map them."""
+    """Return [nbytes] uint8 zeros that can be shared, written before a peer can map them."""
     module = symmetric_memory_module()
     backend = module.get_backend(device)
     if backend != "CUDA":
@@ -183,7 +184,7 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
 
 
 def device_uuid(device: torch.device) -> str:
-    """The device's own id: indices mean different devices in processes that see different sets of them."""
+    """Return the device's own id: processes that see different sets of devices have different indices for one."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -200,8 +201,8 @@ def refuse_shared_devices(uuids: Sequence[str]) -> None:
 def refuse_unreachable(uuids: Sequence[str], first: int = 0) -> None:
     """Raise UnsupportedError naming two ranks whose devices cannot access each other.
 
-    ``uuids`` are the devices of consecutive ranks from ``first`` on. A pair that this process does not see
-    (CUDA_VISIBLE_DEVICES) is left to torch.
+    ``uuids`` are the devices of consecutive ranks from ``first`` on. Pairs that this process does not see
+    (CUDA_VISIBLE_DEVICES) are left to torch.
     """
     index = {device_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
     for a, b in itertools.combinations(range(len(uuids)), 2):

@@ -2,7 +2,7 @@
 
 Legend: ``W`` ranks that take part, ``T`` = max_tokens_per_rank, ``K`` = topk, ``L`` = most experts of a rank, ``P``
 most sending CTAs, ``E`` experts rounded up to a power of two, ``R`` ranks likewise. A block has the same layout on
-every rank. "Written by" names who stores there besides the block's owner.
+every rank. "Written by" names the ranks that store there besides the block's owner.
 
 ===================  ====================  ==============================================================
 region               shape, dtype          written by, meaning
@@ -12,15 +12,15 @@ poisons              [W, 8] int64          row r by rank r: the error record of 
 control              [24] int64            own kernels: completed calls, CTAs arrived, statistics
 credit               [2, W] int64          rank d: last dispatch, and combine, whose messages or rows from here d has
                                            read; this rank may overwrite them
-sm_limit             [4, 388] int32        own kernels: which CTAs work, when ``num_sms`` is given
+sm_limit             [4, 388] int32        own kernels: the CTAs that work, with ``num_sms``
 block_counts_flag    [P] int64             own sending CTA p: call whose row of ``block_counts`` is stored
 block_counts         [P, E + R] int32      own sending CTA p: pairs per expert and messages per rank of its tokens;
                                            [P, R] int64, messages alone, in layout "rank" on one node
 message_flag         [W, T] int64          source s: call whose message in this slot is stored
 counts               [W, 8 + L] int64      source s: status and totals (``protocol``), rows per local expert, each
                                            word with its call number (``kernels.sync.ll_words``)
-row_table            [W + 3, L] int64      own receiver CTA 0: where the rows of each source go, each word with its
-                                           call number (``kernels.dispatch.row_table``); only where it plans for all
+row_table            [W + 3, L] int64      own receiver CTA 0: first rows of each source, each word with its call
+                                           number (``kernels.dispatch.row_table``); only if it plans for all
 firsts               [W, P + 1] int32      source s: first message of each of its sending CTAs; their number
 messages             [W, T, message] uint8 source s: its messages, in token order without holes
 combine_head         [W] int64             expert's rank r: call whose ``combine_status`` is stored
@@ -31,22 +31,22 @@ combine_kept         [T, K] uint8          the expert's rank: 1 if the row of (t
 rows                 [W, T, row] or        expert's rank r: sums of its rows per token (pre_reduce), or every row
                      [T, K, row] uint8
 lamport_slots        [W, G, row] uint8     expert's rank r: the same sums in a call of up to G tokens, inverted; zeros
-                                           where none has arrived (``kernels.sync``); only where G > 0. [1, G, row]
-                                           where a rank sends none to itself (``lamport_ranks``)
+                                           before they arrive (``kernels.sync``); only if G > 0. [1, G, row] if a
+                                           rank sends none to itself (``lamport_ranks``)
 ===================  ====================  ==============================================================
 
 Between nodes, with ``N`` ranks a node, there are also the regions for puts, and the signals behind them
 (``kernels.nodes.internode``):
 
 ===================  ====================  ==============================================================
-idle                 [1] int64             nobody: the data of a put that only signals
+idle                 [1] int64             no rank: the data of a put that only signals
 counts_flag          [W] int64             inter-node source s: call whose row of ``counts`` has arrived
 firsts_flag          [W] int64             inter-node source s: call whose row of ``firsts`` has arrived
 row_flag             [W, T, K] int64       inter-node expert's rank r: call whose row for (message, top-k slot) has
                                            arrived (no pre_reduce)
 inter_node_kept      [W, T, 16 n] uint8    inter-node expert's rank r: 1 for each slot of the message whose row
                                            travels (no pre_reduce)
-staged_counts        [W - N, 8 + L] int64  own kernels, like all that follow: data on its way to other nodes
+staged_counts        [W - N, 8 + L] int64  own kernels, like all regions below: data on its way to other nodes
 staged_firsts        [W - N, P + 1] int32
 staged_messages      [W - N, T, message]
 staged_status        [W - N] int64
@@ -55,9 +55,9 @@ staged_rows          [W - N, T, row], without pre_reduce [capacity, row] uint8
 ===================  ====================  ==============================================================
 
 In the two-level form (``two_level``), with ``F`` other nodes, ``idle``, ``counts_flag``, ``firsts_flag`` and the staged
-counts, firsts and status are as above. In place of the other regions there are those of relays, which go from a rank
-to the rank of the same place on another node (``kernels.nodes.levels``). A relay is a message, and behind it the
-token's expert ids and its slots at all ranks:
+counts, firsts and status are as above. Regions of relays replace the others. A relay goes from a rank to the rank of
+the same place on another node (``kernels.nodes.levels``); it is a message, and behind it the token's expert ids and its
+slots at all ranks:
 
 ===================  ====================  ==============================================================
 marks_flag           [F] int64             peer on the f-th other node: call whose ``marks`` have arrived
@@ -66,14 +66,13 @@ relay_flag           [F, T] int64          the same: call whose relay of this to
 relays               [F, T, relay] uint8   the same: relays, by token
 node_flag            [F, T] int64          the same: call whose row of this own token has arrived
 node_rows            [F, T, row] uint8     the same: sums of its node's rows, by own token
-staged_marks         [F, 16 + T] uint8     own kernels, like all that follow
-staged_relays        [T, relay] uint8      one copy of a token, whatever nodes it goes to
+staged_marks         [F, 16 + T] uint8     own kernels, like all regions below
+staged_relays        [T, relay] uint8      one copy of a token, for any number of nodes
 staged_rows          [F, T, row] uint8
 ===================  ====================  ==============================================================
 
-There ``rows`` and ``combine_flag`` of a rank of another node, which nothing else uses, hold what the ranks of this node
-send through this one: those of rank ``m N + j`` are the rows of this node's j-th rank for the rank of this one's place
-on node m.
+There the parts of ``rows`` and ``combine_flag`` for ranks of other nodes hold rows that ranks of this node send through
+this one: the part of rank ``m N + j`` has the rows of this node's j-th rank for the rank of this one's place on node m.
 
 Size: T x (W x message + (W or K) x row) bytes, up to 32 MiB of Lamport slots, or 64 with layout "rank" of two ranks,
 and the flags. Nothing is double buffered. Send buffers exist between nodes only.
@@ -91,6 +90,7 @@ from itertools import accumulate
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from moelink.arith import align_up, ceil_div
 from moelink.formats.base import Format
@@ -117,7 +117,8 @@ from moelink.tuning import (
 
 
 class Sizes(Protocol):
-    """The part of a configuration that a workspace depends on; :class:`moelink.EPConfig` documents the fields."""
+    """The fields of :class:`moelink.EPConfig` that a workspace depends on. The configuration computes sizes by a
+    workspace, so it stands on a higher floor."""
 
     @property
     def num_experts(self) -> int: ...
@@ -156,7 +157,7 @@ class Sizes(Protocol):
 
 
 _STAGING = ("staged_", "marks", "relays", "node_rows")
-"""How names of regions begin that hold what is on its way between nodes."""
+"""First letters of the names of regions that hold data on its way between nodes."""
 
 
 def _power_of_two(count: int) -> int:
@@ -169,7 +170,7 @@ class Workspace:
 
     Attributes:
         config: any rank's configuration; the result does not depend on the rank.
-        lamport: whether there may be Lamport slots.
+        lamport: whether Lamport slots are allowed.
     """
 
     config: Sizes
@@ -177,7 +178,7 @@ class Workspace:
 
     @property
     def world_size(self) -> int:
-        """Ranks that exchange anything: 1 in allreduce mode."""
+        """Ranks that exchange rows: 1 in allreduce mode."""
         return 1 if self.config.mode == "allreduce" else self.config.world_size
 
     @property
@@ -202,8 +203,8 @@ class Workspace:
 
     @property
     def max_puts(self) -> int:
-        """Most puts of one rank that may be under way at a time: those of a dispatch and of a combine, each of which
-        ends before the next of its kind begins, the credits of both, and the error record of an expired wait."""
+        """Most puts of one rank that may be under way at a time: those of one dispatch and of one combine, the credits
+        of both, and the error record of an expired wait."""
         tokens, few = max(1, self.config.max_tokens_per_rank), 8 * self.inter_node_ranks
         if self.two_level:
             return 2 * self.other_nodes * tokens + few
@@ -219,8 +220,7 @@ class Workspace:
     def senders_count_pairs(self) -> bool:
         """Whether sending CTAs of dispatch count pairs, by whose positions rows find their places.
 
-        In layout "rank" they need none. Between nodes they count them for the counting CTA
-        (``kernels.dispatch.counts``).
+        Layout "rank" needs no positions. Between nodes the counting CTA (``kernels.dispatch.counts``) needs them.
         """
         return self.config.layout != "rank" or self.inter_node_ranks > 0
 
@@ -258,7 +258,7 @@ class Workspace:
     @property
     def relay(self) -> RegionTable:
         """Parts of one relay: those of a message, then ``experts``, the token's ids over all ranks, and ``slots``, its
-        message slot at every rank, -1 where it does not go."""
+        message slot at every rank, -1 for ranks that it does not go to."""
         parts = [(part.name, part.dtype, part.shape) for part in self.message]
         experts, slots = ("experts", torch.int32, (self.config.topk,)), ("slots", torch.int32, (self.world_size,))
         return RegionTable.pack(*parts, experts, slots, alignment=ALIGNMENT)
@@ -280,7 +280,7 @@ class Workspace:
         cfg, ranks, tokens = self.config, self.world_size, max(1, self.config.max_tokens_per_rank)
         slots = 1 if cfg.layout == "rank" else cfg.topk
         noted, words = ranks, ranks + 1
-        if self.two_level:  # behind them what this rank forwarded, for ``kernels.nodes.collect``
+        if self.two_level:  # and behind them the tokens that this rank forwarded, for ``kernels.nodes.collect``
             noted, words = ranks + self.inter_node_ranks, ranks + 1 + ceil_div(self.other_nodes, 2)
         return (ranks, tokens, slots), (noted, tokens), (words, 2), (ranks + 1,), (num_tokens, ranks)
 
@@ -296,13 +296,12 @@ class Workspace:
 
     @property
     def row_table(self) -> bool:
-        """Whether one receiver CTA of dispatch plans where rows go, for all of its rank
+        """Whether one receiver CTA of dispatch plans the places of rows for all of its rank
         (``kernels.dispatch.row_table``); else each plans for itself (``kernels.dispatch.receive``).
 
-        It does with ROW_TABLE_RANKS or more on one node, up to ROW_TABLE_TOKENS tokens per rank, and rows grouped by
-        expert. There pairs of four GPUs take 8 to 31 % less, and from 144 tokens on 2 to 8 % more. With two ranks, or
-        4096 tokens, the table costs 2 to 7 % of a receiver (docs/lab/dispatch.md). With layout "rank" a receiver plans
-        no groups, and counts from another node come too late for the plan to matter; neither was measured.
+        True with at least ROW_TABLE_RANKS ranks on one node, at most ROW_TABLE_TOKENS tokens per rank, and rows grouped
+        by expert (measured in docs/lab/dispatch.md). With layout "rank" a receiver plans no groups, and counts from
+        another node come too late for the plan to matter; neither was measured.
         """
         cfg = self.config
         few = cfg.max_tokens_per_rank <= ROW_TABLE_TOKENS and self.world_size >= ROW_TABLE_RANKS
@@ -311,7 +310,7 @@ class Workspace:
     @property
     def combine_parts(self) -> int:
         """Parts in which combine sends the row of a message home. With few tokens a row is split over CTAs, because one
-        CTA alone would take several memory latencies for it; a network carries a row whole."""
+        CTA would take several memory latencies for it; a network carries whole rows."""
         cfg = self.config
         few = cfg.max_tokens_per_rank <= FEW_TOKENS and not self.inter_node_ranks
         return ceil_div(cfg.hidden_size, self.combine_block) if few else 1
@@ -328,8 +327,8 @@ class Workspace:
         """Whether layout "rank" runs on two ranks of one node with more than MANY_COPIES tokens: each result is then
         the sum of two unreduced rows.
 
-        Then CTAs of combine handle more columns at a time, and own rows stay (``kernels.combine.own_rows``). Together
-        they were measured to be faster from 256 tokens per rank on, and slower at 128 (docs/lab/combine.md).
+        Then CTAs of combine handle more columns at a time, and own rows stay (``kernels.combine.own_rows``). Both
+        together are faster from 256 tokens per rank on, and slower at 128 (docs/lab/combine.md).
         """
         cfg = self.config
         copies = self.two_near_ranks and cfg.layout == "rank" and cfg.pre_reduce
@@ -346,9 +345,9 @@ class Workspace:
     def lamport_tokens(self) -> int:
         """Most tokens of a call whose sums return through Lamport slots, without flags.
 
-        It is 0 (sums have flags) between nodes, without pre_reduce, with a combine format, above MANY_TOKENS, and when
+        It is 0 (sums have flags) between nodes, without pre_reduce, with a combine format, above MANY_TOKENS, and if
         4-byte words do not divide a row. Above FEW_TOKENS it is all tokens or 0, because one launch grid serves both.
-        Where a sum is two copies (:attr:`two_copies`), MANY_TOKENS is no limit, and there is more room.
+        With :attr:`two_copies`, MANY_TOKENS is no limit, and there is more room.
 
         Example: for rows of 14336 bytes 2 ranks have room for 1170 tokens each, 4 for 585, and 8 for 292; with layout
         "rank" 2 ranks have room for 4681.
@@ -367,12 +366,9 @@ class Workspace:
 
     @property
     def lamport_ranks(self) -> int:
-        """Ranks that have Lamport slots in a rank's block: all, but where a sum is two copies (:attr:`two_copies`) the
-        other rank alone.
-
-        There own rows stay in every combine in which sums travel (``kernels.launch.own_rows``), so no rank sends to
-        itself, waits for a row of its own, or clears one. Nor does it stand in for itself: it stands in for ranks that
-        refuse a call or make it otherwise than itself.
+        """Ranks with Lamport slots in a rank's block: all, but with :attr:`two_copies` only the other rank. There own
+        rows stay in every combine in which sums travel (``kernels.launch.own_rows``), so no rank sends to itself, waits
+        for a row of its own, clears one, or stands in for itself.
         """
         return self.world_size - self.two_copies
 
@@ -448,12 +444,44 @@ class Workspace:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the regions of a block that hold what is on its way between nodes: copies that are put, and with two
-        levels what passes through this rank. With ``T`` tokens and ``F`` other nodes that is, but for words,
-        T x ((F + 1) x relay + 2 F x row) bytes then."""
+        """Bytes of the regions of a block that hold data on its way between nodes: copies that are put, and with two
+        levels also data that passes through this rank: T x ((F + 1) x relay + 2 F x row) bytes and some words, for
+        ``T`` tokens and ``F`` other nodes."""
         return sum(region.nbytes for region in self.regions if region.name.startswith(_STAGING))
 
     @property
     def nbytes(self) -> int:
         """Bytes of a block."""
         return self.regions.nbytes
+
+
+DISPATCH, COMBINE = 0, 1
+"""Groups of the contract's buffers: the first index of ``dev_ptrs`` and ``pointers``."""
+
+SEND, RECV, RECV_COUNT = 0, 1, 2
+"""Buffers of a group: the second index."""
+
+REGIONS = (("messages", "counts"), ("rows", "combine_flag"))
+"""Regions of (recv, recv_count) of each group."""
+
+STAGED = ("staged_messages", "staged_rows")
+"""Region of send of each group, between nodes; with two levels ``staged_relays`` in place of the first."""
+
+
+def pointer_table(workspace: Workspace, blocks: Tensor) -> Tensor:
+    """Add the buffers' offsets to the addresses ``blocks`` [n] of the ranks' blocks: [2 groups, 3 buffers, n] int64.
+
+    The first world_size entries of ``blocks`` are addresses, 0 for blocks of other nodes. Further entries, of a
+    network's table (:class:`~moelink.memory.nodes.network.Network`), are returned unchanged. One node has no send
+    buffers: their entries are 0.
+
+    Example: a block at 4096 whose messages start at byte 1024 has recv of group 0 at 5120.
+    """
+    regions, there = workspace.regions, blocks != 0
+    there[workspace.world_size :] = False
+    tables = []
+    stagings = ("staged_relays", STAGED[COMBINE]) if workspace.two_level else STAGED
+    for staged, names in zip(stagings, REGIONS, strict=True):
+        send = [torch.zeros_like(blocks) if not workspace.inter_node_ranks else blocks + there * regions[staged].offset]
+        tables.append(torch.stack(send + [blocks + there * regions[name].offset for name in names]))
+    return torch.stack(tables)

@@ -2,8 +2,8 @@
 
 ================  ======================================================================================================
 nvshmem           blocks of GPUs on several nodes: NVSHMEM's symmetric memory
-network           what carries bytes from block to block
+network           carries bytes from block to block
 network_proxy     the network of CPUs: nodes are processes of one machine, and a thread carries the bytes
-watchdog          bounds for waits inside a library that knows no time limit; watchdog_process
+watchdog          bounds waits inside a library without time limits
 ================  ======================================================================================================
 """

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moelink.errors import MoelinkError
-from moelink.memory.base import SymmetricMemory
+from moelink.memory.blocks import SymmetricMemory
 from moelink.memory.nodes.network_proxy import NetworkProxy
 from moelink.memory.nodes.nvshmem import device_library, initialize_module, refuse_rocm
 from moelink.memory.workspace import Workspace
 
 
-class Network(Protocol):
+class Network:
     """The network of one rank.
 
     Attributes:
-        table: the kernels' ``table``: addresses of the blocks of this node's ranks, 0 for all others, followed by what
-            ``kernels.nodes.internode.put`` needs.
+        table: the kernels' ``table``: addresses of the blocks of this node's ranks, 0 for all others, followed by the
+            words that ``kernels.nodes.internode.put`` needs.
         options: compile options of the kernels, hashable.
         tensors: memory outside the blocks that kernels reach through ``table``.
     """
 
-    table: Tensor
-    options: dict[str, Any]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...] = ()
+
+    def __init__(self, table: Tensor, **options: Any) -> None:
+        self.table, self.options = table, options
 
     @property
     def failure(self) -> MoelinkError | None:
         """The error that stopped the network, or None."""
+        return None
 
     def load(self, compiled: Any) -> None:
         """Prepare a kernel that has been loaded onto the device. A second call for the same kernel does nothing."""
@@ -40,62 +42,44 @@ class Network(Protocol):
         """Finish the puts under way. Safe to call twice. Raises MoelinkError, once, if that is impossible."""
 
 
-class OneNode:
+class OneNode(Network):
     """The network of a single node: the table is the ranks' addresses, and there are no puts."""
 
-    failure: MoelinkError | None = None
-    tensors: tuple[Tensor, ...] = ()
-
     def __init__(self, memory: SymmetricMemory) -> None:
-        self.table = memory.pointers
-        self.options: dict[str, Any] = {}
-
-    def load(self, compiled: Any) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+        super().__init__(memory.pointers)
 
 
-class ProxyNetwork:
-    """A simulated network: a :class:`~moelink.memory.nodes.network_proxy.NetworkProxy` carries the puts between nodes
-    that are processes, or only ranks, of one machine.
+class ProxyNetwork(Network):
+    """A simulated network: a proxy thread carries the puts between nodes that are processes, or ranks, of one machine.
 
-    When a rank ends, or drops this object, without :meth:`close`, its puts under way still complete: peers wait for
-    them.
+    If a rank ends, or drops this object, without :meth:`close`, its puts under way still complete: peers wait for them.
     """
 
     def __init__(self, memory: SymmetricMemory, workspace: Workspace, rank: int) -> None:
         self.proxy = NetworkProxy(memory, max_puts=workspace.max_puts, seed=rank)
         ring = torch.tensor([self.proxy.ring.data_ptr()], device="cpu")
-        self.table = torch.cat([intra_node_pointers(memory, workspace, rank), ring])
-        self.options: dict[str, Any] = {}
-        self.tensors: tuple[Tensor, ...] = (self.proxy.ring,)
+        super().__init__(torch.cat([intra_node_pointers(memory, workspace, rank), ring]))
+        self.tensors = (self.proxy.ring,)
         self.proxy.start()
         self._finish = weakref.finalize(self, self.proxy.close)
 
     @property
     def failure(self) -> MoelinkError | None:
-        """The error that stopped the network proxy, or None."""
         return self.proxy.failure
 
-    def load(self, compiled: Any) -> None:
-        """Do nothing: interpreted kernels are not loaded onto a device."""
-
     def close(self) -> None:
-        """Finish all puts. Raises MoelinkError, once, if the network proxy could not."""
         self._finish()
 
 
-class NvshmemNetwork:
-    """NVSHMEM: its device functions, linked into the kernels, put bytes into blocks of other nodes."""
+class NvshmemNetwork(Network):
+    """NVSHMEM: its device functions, linked into the kernels, put bytes into blocks of other nodes.
 
-    failure: MoelinkError | None = None
-    tensors: tuple[Tensor, ...] = ()
+    Puts under way complete after :meth:`close`, into memory that is never released.
+    """
 
     def __init__(self, memory: SymmetricMemory, workspace: Workspace, rank: int) -> None:
-        self.table = intra_node_pointers(memory, workspace, rank)
-        self.options: dict[str, Any] = {"extern_libs": (("libnvshmem_device", device_library()),)}
+        libraries = (("libnvshmem_device", device_library()),)
+        super().__init__(intra_node_pointers(memory, workspace, rank), extern_libs=libraries)
         self._loaded: set[Any] = set()
 
     def load(self, compiled: Any) -> None:
@@ -104,12 +88,9 @@ class NvshmemNetwork:
             initialize_module(compiled.module)
             self._loaded.add(compiled.module)
 
-    def close(self) -> None:
-        """Do nothing: puts under way complete by themselves, into memory that is never released."""
-
 
 def intra_node_pointers(memory: SymmetricMemory, workspace: Workspace, rank: int) -> Tensor:
-    """Addresses [world_size] int64 of the blocks of ``rank``'s node; 0 for blocks of other nodes."""
+    """Return the addresses [world_size] int64 of the blocks of ``rank``'s node; 0 for blocks of other nodes."""
     node = torch.arange(workspace.world_size, device=memory.pointers.device) // workspace.node_size
     return torch.where(node == rank // workspace.node_size, memory.pointers, 0)
 

@@ -1,20 +1,19 @@
 """Simulate a network between nodes that are processes of one machine: a proxy thread of each rank carries its puts.
 
 Kernels store work entries in a ring (``kernels.nodes.internode``), as they would for a network card. The proxy copies
-the bytes to the peer's block and then stores the signal. It guarantees what a network guarantees and nothing more: **a
-put's signal arrives after the put's own data**. Everything else arrives late and in any order. The proxy splits data
-into pieces that arrive in any order; puts overtake one another, those to one peer and to one word included; and data is
-read when it is carried, not when the kernel asked for the put. A protocol that relies on more than the guarantee fails
-here. With :class:`LinkFaults` it also loses puts, repeats parts of them, and has links that are cut.
+the bytes to the peer's block and then stores the signal. It has the one guarantee of a network: **a put's signal
+arrives after the put's own data**. Everything else arrives late and in any order. The proxy splits data into pieces;
+puts overtake one another, also those to one peer and to one word; and data is read when it is carried, not when the
+kernel asked for the put. With :class:`LinkFaults` it also loses puts, repeats parts of them, and has links that are
+cut.
 
-**What it never does, and no network may: let a put arrive again after its signal.** The protocol relies on it, for two
-reasons. A signal is set, not raised to a maximum, so one that arrives again after that of the next call would go
-backwards, and the receiver would wait for ever. And where rows come home one by one, in the next call *another* rank
-may store at the same place, which a late row would overwrite; so it would not help if a rank waited for its own puts
-before it makes the next call. Nothing that is cheaper than one more round trip per call repairs that. A network that
-repeats finished puts cannot carry moelink; ``tests/nodes/test_network_faults.py`` shows both harms. A put that arrives
-in part twice *before* its signal does no harm: the bytes are the same, because a rank stages bytes anew only after
-every receiver has granted credit, for which it needs the signal. ``moelink_testing.network`` says what networks do.
+**No network may let a put arrive again after its signal.** The protocol relies on it, for two reasons. A signal is set,
+not raised to a maximum, so one that arrives again after that of the next call would go backwards, and the receiver
+would wait for ever. And if rows come home one by one, in the next call *another* rank may store at the same place, and
+a late row would overwrite it; so a rank that waits for its own puts before the next call would not help. Any repair
+costs one more round trip per call. ``tests/nodes/test_network_faults.py`` shows both harms. A put that arrives in part
+twice *before* its signal does no harm: the bytes are the same, because a rank stages bytes anew only after every
+receiver has granted credit, for which it needs the signal. ``moelink_testing.network`` describes real networks.
 
 A work entry is int64 words (``protocol.RING_*``): destination, source, bytes, the signal's address and value, peer,
 unused, and ticket + 1 once the entry is complete. Addresses point into the sender's own block; the destination is the
@@ -36,51 +35,39 @@ from typing import Protocol
 import torch
 
 from moelink.errors import MoelinkError
-from moelink.memory.base import SymmetricMemory
+from moelink.memory.blocks import SymmetricMemory
 from moelink.memory.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
 
 _IDLE_SECONDS = 2e-4
 
 
 class LinkFaults(Protocol):
-    """What goes wrong on the links of one rank: :class:`NetworkProxy` asks for each put, each piece and each link.
+    """Faults of the links of one rank: :class:`NetworkProxy` asks for each put, each piece and each link.
 
-    The library has no faults; ``moelink_testing.network`` draws some. Times are seconds of the proxy's clock.
+    The library has none; ``moelink_testing.network`` draws some. Times are seconds of the proxy's clock.
     """
 
     def take(self, peer: int, pieces: int, now: float) -> tuple[float, int | None]:
-        """Note that a put of ``pieces`` pieces to ``peer`` is taken at ``now``. Return by how much it is late, and at
-        how many pieces left it is lost, None if it arrives."""
-
-    def is_cut(self, peer: int, now: float) -> bool:
-        """Return whether nothing moves to ``peer`` at ``now``."""
-
-    def is_gone(self, peer: int) -> bool:
-        """Return whether nothing will ever move to ``peer`` again."""
-
-    def repeat(self, peer: int, left: int) -> int | None:
-        """Return at which place among the ``left`` pieces still to come the piece that has just arrived comes again,
-        in [0, ``left``]; None: it does not."""
-
-
-class SoundLinks:
-    """Links on which nothing goes wrong."""
-
-    def take(self, peer: int, pieces: int, now: float) -> tuple[float, int | None]:
-        """Return that the put is on time and arrives."""
+        """Note that a put of ``pieces`` pieces to ``peer`` is taken at ``now``. Return its delay, and the number of
+        pieces left at which it is lost, None if it arrives."""
         return 0.0, None
 
     def is_cut(self, peer: int, now: float) -> bool:
-        """Return False."""
+        """Return whether nothing moves to ``peer`` at ``now``."""
         return False
 
     def is_gone(self, peer: int) -> bool:
-        """Return False."""
+        """Return whether nothing will ever move to ``peer`` again."""
         return False
 
     def repeat(self, peer: int, left: int) -> int | None:
-        """Return None."""
+        """Return the place in [0, ``left``], among the ``left`` pieces to come, at which the piece that has just
+        arrived comes again; None: it does not."""
         return None
+
+
+class SoundLinks(LinkFaults):
+    """Links without faults."""
 
 
 @dataclass
@@ -107,7 +94,7 @@ class NetworkProxy:
         max_puts: most puts that may be under way at a time; the ring has that many entries.
         seed: seed of the random order in which data arrives.
         delay: most seconds by which a put is delayed, at random.
-        faults: what goes wrong; None for nothing.
+        faults: of this rank's links; None for none.
 
     Attributes:
         ring: [words] int64, in which kernels store work entries.
@@ -149,14 +136,14 @@ class NetworkProxy:
         self._thread.start()
 
     def close(self) -> None:
-        """Finish the puts under way, and stop. Safe to call twice. What is under way on a link that is cut is lost.
+        """Finish the puts under way, and stop. Safe to call twice. Puts under way on a link that is cut are lost.
 
         Raises:
             MoelinkError: a put could not be finished; raised once.
         """
         self._stop.set()
         if self._thread is threading.current_thread():
-            return  # called by the garbage collector on this very thread, which finishes the puts before it ends
+            return  # called by the garbage collector on this thread, which finishes the puts before it ends
         if self._thread is not None:
             self._thread.join()
             self._thread = None

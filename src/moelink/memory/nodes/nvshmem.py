@@ -1,23 +1,22 @@
 """Allocate symmetric memory of ranks on several nodes, one CUDA device each, by torch's NVSHMEM backend.
 
-Ranks of a node address one another's blocks; to the others NVSHMEM's device functions carry bytes
-(``kernels.nodes.internode``). These are the uses of ``torch.distributed._symmetric_memory``, with their reasons:
+Ranks of a node address one another's blocks; NVSHMEM's device functions carry bytes to the others
+(``kernels.nodes.internode``). Reasons for the uses of ``torch.distributed._symmetric_memory``:
 
 * NVSHMEM numbers the processes of the *job*: torch initialises it, once a process, with the default group's ranks. So
   a communicator must be all of that group, in its order; then NVSHMEM's number of a process is its rank.
 * Allocation is collective over the job (``nvshmem_malloc``), and so is the release: torch 2.11 calls ``nvshmem_free``
-  when the last reference to the tensor goes, and every process waits there for all others. A rank that closes, is
-  collected or ends while a peer does not would wait for ever. So **a block is never released**: one reference to it is
-  leaked on purpose, and its memory returns when the process ends. ``close`` waits for no peer, as everywhere.
-* One backend a process: "NVSHMEM" is set before the block is made, and communicators of one node (``torch_symm``)
-  cannot be made in that process afterwards.
-* Nothing of that has a time limit. So the start (initialisation, allocation, the barrier of the rendezvous) runs under
-  a watchdog (:mod:`moelink.memory.nodes.watchdog`), and so does the wait of ``close`` for this device's kernels.
-* NVSHMEM's own use of NVLink multicast is off while it starts, unless its variable says something already.
+  with the last reference to the tensor, and every process waits there for all others. So **a block is never
+  released**: one reference to it is leaked on purpose, and its memory returns when the process ends.
+* A process has one backend: "NVSHMEM" is set before the block is made, and the process can make no communicators of
+  one node (``torch_symm``) afterwards.
+* Nothing has a time limit. So the start (initialisation, allocation, the barrier of the rendezvous) and the wait of
+  ``close`` for this device's kernels run under a watchdog (:mod:`moelink.memory.nodes.watchdog`).
+* NVSHMEM's own use of NVLink multicast is off while it starts, unless its variable is set.
 
-NVSHMEM promises that data put before a signal is *visible* to who waits by its own functions, which on some platforms
-flush something first. Our kernels wait by themselves, so where ranks are on several machines each device has to
-consume what a network card writes in order without that (CUDA: GPUDirect RDMA writes ordering "owner" or better).
+NVSHMEM promises that data put before a signal is *visible* to waits by its own functions, which on some platforms flush
+something first. Kernels here wait by themselves. So with ranks on several machines each device has to see writes of a
+network card in order (CUDA: GPUDirect RDMA writes ordering "owner" or better).
 """
 
 from __future__ import annotations
@@ -36,12 +35,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moelink.errors import ArgumentError, NetworkTimeoutError, UnsupportedError
-from moelink.memory.blocks import Blocks
+from moelink.memory.blocks import SymmetricMemory
 from moelink.memory.nodes.watchdog import within
 from moelink.memory.setup import MACHINE, NUMBER, Exchange, Schema, machine_id, refuse_other_sizes, set_up
 from moelink.memory.torch_symm import (
     Members,
     device_uuid,
+    place_in,
     refuse_shared_devices,
     refuse_unreachable,
     symmetric_memory_module,
@@ -63,9 +63,9 @@ _SCHEMA: Schema = {
 }
 
 
-class NvshmemMemory(Blocks):
-    """Blocks on the CUDA devices of a job. ``pointers`` on this rank's device: addresses of the blocks of this rank's
-    node, 0 for all others, which NVSHMEM's device functions reach by the address in the own block."""
+class NvshmemMemory(SymmetricMemory):
+    """Blocks on the CUDA devices of a job. ``pointers`` has the blocks of this rank's node; NVSHMEM's device functions
+    reach the others by the address in the own block."""
 
     @classmethod
     def create(
@@ -80,31 +80,28 @@ class NvshmemMemory(Blocks):
     ) -> NvshmemMemory:
         """Make this rank's block on ``device`` and map those of its node. Collective over ``group``.
 
-        What can fail is settled in two exchanges before anything is allocated, on all ranks alike; two more come after
-        it, so that no rank uses a block that another has not zeroed or could not map. In between NVSHMEM is initialised
-        and allocates, collectively. If a rank dies just there, the others' watchdogs end their waits.
+        Two exchanges come before the allocation, so that all ranks refuse alike, and two after it, so that no rank uses
+        a block that another has not zeroed or could not map. In between NVSHMEM is initialised and allocates,
+        collectively. If a rank dies there, the others' watchdogs end their waits.
 
         Args:
             nbytes: bytes of each block, at least 1, the same on every rank.
             device: this rank's CUDA device, another for each rank.
             group: the whole default world of ``torch.distributed``, in rank order.
-            ranks_per_node: so many consecutive ranks are on one machine, and address each other's blocks.
+            ranks_per_node: consecutive ranks on one machine, which address each other's blocks.
             exchange: bounded all-gather of byte strings over the same ranks, called two or four times.
             timeout: seconds within which NVSHMEM has to start.
 
         Raises:
             ArgumentError: ``nbytes`` is not positive, or ``device`` is no CUDA device.
             ConfigMismatchError: ranks passed different ``nbytes``.
-            UnsupportedError: no NVSHMEM here, another backend is in use, other ranks than the whole world, too little
+            UnsupportedError: no NVSHMEM here, another backend is in use, ranks other than the whole world, too little
                 memory, ranks of a node on different machines or out of each other's reach; on all ranks, naming them.
             ProtocolError: a peer's record is malformed.
-            NetworkTimeoutError: NVSHMEM did not start in time. Where it holds the interpreter's lock, the watchdog
-                writes this error to standard error and ends the process.
+            NetworkTimeoutError: NVSHMEM did not start in time. If it holds the interpreter's lock, the watchdog writes
+                this error to standard error and ends the process.
         """
-        if isinstance(group, Members):
-            rank, world_size = group.rank, group.world_size
-        else:
-            rank, world_size = group.rank(), group.size()
+        rank, world_size = place_in(group)
         before: list[Any] = []
 
         def prepare() -> dict[str, str]:
@@ -168,7 +165,7 @@ class NvshmemMemory(Blocks):
         return cls(*made[0], rank=rank, ranks_per_node=ranks_per_node, timeout=timeout)
 
     def __init__(self, local: Tensor, handle: Any, *, rank: int, ranks_per_node: int, timeout: float) -> None:
-        """Wrap a block and its rendezvous handle; :meth:`create` is what makes them."""
+        """Wrap a block and its rendezvous handle, which :meth:`create` makes."""
         node = rank // ranks_per_node
         blocks: list[Tensor | None] = [
             handle.get_buffer(peer, (local.numel(),), torch.uint8) if peer // ranks_per_node == node else None
@@ -182,12 +179,11 @@ class NvshmemMemory(Blocks):
     def close(self) -> None:
         """Let go of all blocks; waits for this device's kernels, for no peer. Safe to call twice.
 
-        The memory stays allocated until the process ends: its release would be collective (see the top of this file).
-        Puts that are still under way to this rank do no harm.
+        The memory stays allocated until the process ends, so puts that are still under way to this rank do no harm.
 
         Raises:
             NetworkTimeoutError: kernels are still under way after a minute, or after the timeout if that is longer.
-                What they use is kept for as long as the process lives.
+                Their memory is kept for as long as the process lives.
         """
         handle, self._handle = self._handle, None
         if handle is not None:
@@ -203,10 +199,10 @@ class NvshmemMemory(Blocks):
 
 
 def device_library() -> str:
-    """Path of NVSHMEM's device functions, ``libnvshmem_device.bc``, as torch finds it.
+    """Return the path of NVSHMEM's device functions, ``libnvshmem_device.bc``, by torch's own search.
 
     Raises:
-        UnsupportedError: it is not installed where torch looks for it, or this torch has no search for it.
+        UnsupportedError: torch does not find it, or has no search for it.
     """
     advice = (
         "; install nvidia-nvshmem-cu13 (or -cu12), the version that this torch names, or set NVSHMEM_LIB_DIR to the "
@@ -224,7 +220,7 @@ def device_library() -> str:
 
 
 def initialize_module(module: int) -> None:
-    """Make NVSHMEM known to a CUDA module, given by its handle, that holds its device functions. Before any launch."""
+    """Make NVSHMEM known to a CUDA module (its handle) with NVSHMEM's device functions, before any launch."""
     importlib.import_module("torch._C._distributed_c10d")._nvshmemx_cumodule_init(module)
 
 
@@ -244,7 +240,7 @@ def _refuse_part_of_the_world(group: ProcessGroup | Members) -> None:
 
 
 def refuse_rocm(ranks_per_node: int) -> None:
-    """Raise UnsupportedError where torch is for ROCm, which NVSHMEM does not know."""
+    """Raise UnsupportedError if torch is for ROCm, which NVSHMEM does not know."""
     if torch.version.hip:
         raise UnsupportedError(
             "transport='symmetric' between nodes: expected NVSHMEM and CUDA, got a torch that is for ROCm; leave out "
@@ -261,7 +257,7 @@ def _refuse_without_nvshmem() -> None:
 
 
 def _set_backend(device: torch.device) -> Any:
-    """Choose NVSHMEM for this process; what it was before, None if it was NVSHMEM already."""
+    """Choose NVSHMEM for this process; return the backend before it, None if that was NVSHMEM."""
     module = symmetric_memory_module()
     backend = module.get_backend(device)
     if backend == BACKEND:
@@ -278,8 +274,7 @@ def _set_backend(device: torch.device) -> Any:
 
 
 def _writes_ordering(device: torch.device) -> int:
-    """CUDA's word for how ``device`` sees what network cards write to it: 0 out of order, 100 in order, 200 others
-    too."""
+    """Return CUDA's ordering of network cards' writes for ``device``: 0 none, 100 for it alone, 200 for all devices."""
     index = torch.cuda.current_device() if device.index is None else device.index
     handle, value = ctypes.c_int(), ctypes.c_int()
     try:
@@ -294,7 +289,7 @@ def _writes_ordering(device: torch.device) -> int:
 
 
 def _refuse_places(peers: list[dict[str, str]], size: int) -> None:
-    """Raise unless all ranks ask for the same, and the ``size`` ranks of each node are where they reach each other."""
+    """Raise unless all ranks ask for the same size, and the ``size`` ranks of each node reach each other."""
     refuse_other_sizes(peers)
     machines, uuids = ([fields[name] for fields in peers] for name in ("machine", "device"))
     refuse_shared_devices(uuids)
@@ -315,7 +310,7 @@ def _refuse_places(peers: list[dict[str, str]], size: int) -> None:
 
 
 def _allocate(nbytes: int, device: torch.device, group: Any) -> tuple[Tensor, Any]:
-    """[nbytes] uint8 zeros for the life of the process, and the handle of the rendezvous. Collective over the job."""
+    """Return [nbytes] uint8 zeros, which are never released, and the rendezvous handle. Collective over the job."""
     module = symmetric_memory_module()
     quiet = nullcontext() if _MULTICAST_OFF in os.environ else without_multicast(_MULTICAST_OFF)
     with torch.cuda.device(device), quiet:

@@ -18,9 +18,8 @@ from moelink.control.probe import Failure
 from moelink.errors import PeerTimeoutError
 from moelink.kernels.launch.device import launches_overlap
 from moelink.memory import SymmetricMemory
-from moelink.memory.pointers import pointer_table
 from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
-from moelink.memory.workspace import Workspace
+from moelink.memory.workspace import Workspace, pointer_table
 from moelink.output import DispatchOutput, replace_fields
 from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Finished, Pending, Phase, Traffic
 from moelink.transports.session import Session
