@@ -14,7 +14,7 @@ import torch
 
 import moelink
 import moelink.ops
-from moelink.control import recovery, surroundings
+from moelink.control import recovery
 from moelink.testing import rank_data
 from moelink.transports import build as set_up
 from tests.support.fault_ranks import EXPIRY, FIELDS, caught, check_round_trip, data, die
@@ -104,7 +104,7 @@ def death_in_recover(rank: int, world_size: int, moment: str, folder: str) -> tu
     gather(folder, "told", rank, (0, 1, 2))
     if rank == 0:
         if moment == "meeting":
-            surroundings.meet = lambda *_, **__: die()
+            recovery.meet = lambda *_, **__: die()
         elif moment == "building":
             set_up.build_in_group = lambda *_: die()
         else:
@@ -201,7 +201,7 @@ def host_of_recover_gives_up(rank: int, world_size: int, folder: str) -> tuple[i
     meet()
     hurry(ep, EXPIRY["symmetric"], recover=True)
     if rank == 2:
-        dying = mock.patch.object(surroundings, "meet", _die)
+        dying = mock.patch.object(recovery, "meet", _die)
     elif rank == 0:
 
         def check_late(store: Any, keys: list[str]) -> bool:
@@ -210,7 +210,7 @@ def host_of_recover_gives_up(rank: int, world_size: int, folder: str) -> tuple[i
 
         dying = mock.patch.object(recovery.PrefixStore, "check", check_late)
     else:
-        dying = mock.patch.object(surroundings, "meet", surroundings.meet)
+        dying = mock.patch.object(recovery, "meet", recovery.meet)
     with dying, pytest.raises(moelink.PeerTimeoutError) as caught:
         ep.recover(range(world_size))
     hurry(ep, ROOMY, recover=True)

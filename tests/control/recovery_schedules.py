@@ -68,7 +68,7 @@ class Simulation:
 
 
 class Rank(Process):
-    """One rank, and its surroundings (:class:`moelink.control.surroundings.Surroundings`)."""
+    """One rank, and its surroundings (:class:`moelink.control.recovery.Surroundings`)."""
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
         super().__init__(simulation.clock, rank, simulation.nodes[rank], simulation.choice)

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import moelink
-from moelink.control import gloo
-from moelink.control.gloo import await_release
+from moelink.control import process
+from moelink.control.process import await_release
 from moelink.control.recovery import NOTHING, Proposal, _agree
 from moelink.testing import run_ranks
 from tests.control import recover_ranks
@@ -162,7 +162,7 @@ def test_a_process_may_end_right_after_close(seeds: Any) -> None:
 def test_released_tensors_are_waited_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     product = [torch.ones(2, requires_grad=True) * (held := torch.ones(2))]  # autograd holds the factor
     clock = VirtualTime()
-    monkeypatch.setattr(gloo, "time", clock)
+    monkeypatch.setattr(process, "time", clock)
     await_release([held], seconds=0.05)
     assert 0.05 <= clock.now < 0.06
     clock.at(0.2, product.clear)

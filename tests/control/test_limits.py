@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import moelink
-from moelink.control.limits import FILES, FILES_OF_A_MESH, naming_refusals
+from moelink.control.process import FILES, FILES_OF_A_MESH, naming_refusals
 from moelink.testing import rank_data, run_ranks
 from tests.support.fault_ranks import FIELDS, check_round_trip
 from tests.support.patience import Mark, be_patient, until

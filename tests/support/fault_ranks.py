@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moelink
-from moelink.control import exchange, gloo
+from moelink.control import exchange, process
 from moelink.control.values import gather_values
 from moelink.testing import assert_bitwise_equal, rank_data
 from tests.support.patience import (
@@ -303,7 +303,7 @@ def late(rank: int, world_size: int, transport: str) -> Told:
 
 def _let_gloo_take_its_time() -> None:
     """Half a second may not be enough for a thread of gloo's on a busy machine, which would show here alone."""
-    gloo.await_release.__defaults__ = (ROOMY,)
+    process.await_release.__defaults__ = (ROOMY,)
 
 
 def held_after_close(rank: int, world_size: int) -> list[int]:

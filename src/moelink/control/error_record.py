@@ -1,4 +1,4 @@
-"""Read what the kernels of a rank report: the error record on the host, and the counts of what was lost on the device.
+"""Read the reports of a rank's kernels: the error record on the host, and the counts of lost rows on the device.
 
 :class:`moelink.Communicator` and the contract's ``EPBuffers`` raise the same errors because both read them here.
 """
@@ -35,9 +35,8 @@ class ErrorRecord:
         words: [RECORD_WORDS] int64 on the host, written by the rank's kernels.
         control: [CONTROL_WORDS] int64, the rank's counters.
         rank: its number, which errors name.
-        me: its place among those that exchange.
-        world_size: how many these are.
-        ranks_per_node: how many of them a node has, where there are several nodes; else None.
+        me, world_size: its place among the ranks that exchange, and their number.
+        ranks_per_node: ranks of a node if there are several nodes; else None.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class ErrorRecord:
         detector: FailureDetector | None = None,
         ranks_per_node: int | None = None,
     ) -> None:
-        """``detector`` is asked which ranks live, where there is one."""
+        """``detector`` knows the ranks that live; None: it is not asked."""
         self.words, self.control, self.rank, self.me, self.world_size = words, control, rank, me, world_size
         self._detector, self.ranks_per_node = detector, ranks_per_node
         self._array = memoryview(words.numpy())  # type: ignore[arg-type]
@@ -70,7 +69,7 @@ class ErrorRecord:
         return self._refusal(*words[ABORT_RECORD : ABORT_RECORD + 5])
 
     def keep(self, error: PeerTimeoutError) -> None:
-        """Raise ``error`` for what the kernels describe, unless another one has been found for it."""
+        """Raise ``error`` for the kernels' record, unless it has an error already."""
         self._failure = self._failure or error
 
     def _find_fault(self, words: list[int]) -> PeerTimeoutError:
@@ -97,7 +96,7 @@ class ErrorRecord:
 
     @property
     def reported(self) -> PeerTimeoutError | None:
-        """The error of a failure that a peer has reported, which the kernels of this rank may not know of; or None."""
+        """The error of a failure that a peer has reported, of which this rank's kernels may not know; or None."""
         failure = None if self._detector is None else self._detector.reported
         if failure is None:
             return None
@@ -108,7 +107,7 @@ class ErrorRecord:
         """Return the error about a peer that refused a call, or is mismatched in it."""
         if code not in _DIFFERENCES:
             return PeerAbortedError(rank=self.rank, peer=peer, phase=PHASES[phase], call=call)
-        # Where no rank sent what this one's receiving half expects, kernels name a rank that there is not.
+        # Kernels name a rank out of range if no rank sent the rows that this one's receiving half expects.
         peer = peer if peer in range(self.world_size) else self.rank
         return ProtocolError(
             f"rank {self.rank}: rank {peer} calls {PHASES[phase]} (call {call}) {_DIFFERENCES[code]} than most ranks: "
@@ -118,10 +117,7 @@ class ErrorRecord:
         )  # fmt: skip
 
     def malformed(self) -> ProtocolError | None:
-        """Return the error about malformed data, or None. Synchronises.
-
-        Malformed is a count, an id or a position out of range that a peer sent. Kernels do not use it.
-        """
+        """Return the error about a count, an id or a position out of range that a peer sent, or None. Synchronises."""
         bits = int(self.control[MALFORMED])
         if bits == 0:
             return None
@@ -143,8 +139,8 @@ class ErrorRecord:
 
 
 class Losses(NamedTuple):
-    """What one rank lost since the last check: rows that did not fit its output, whose size is that of the field called
-    ``bound``, and ids out of range."""
+    """Losses of one rank since the last check: rows that did not fit its output, sized by the field ``bound``, and ids
+    out of range."""
 
     rank: int
     dropped: int

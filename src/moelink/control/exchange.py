@@ -1,34 +1,33 @@
 """Exchange tensors over a caller's process group, with a deadline, and name the rank that is missing.
 
-torch waits for half an hour where a rank does not come, and raises an error of gloo where one died. Every exchange of
-moelink over a group that it did not make is here: :func:`all_reduce`, :func:`all_gather` and :func:`all_to_all`.
+For a rank that does not come torch waits half an hour; for one that died it raises an error of gloo. All exchanges over
+groups of callers are here: :func:`all_reduce`, :func:`all_gather` and :func:`all_to_all`.
 
 Each exchange needs all ranks of the group, and each rank polls it until it is over. A rank learns of the others from
-two places: the probe servers of a communicator over the same ranks, if there is one (``Peers.detector``), and *marks*
-in the store of the group. A healthy exchange writes no mark.
+the probe servers of a communicator over the same ranks (``Peers.detector``, optional), and from *marks* in the store of
+the group. A healthy exchange writes no mark.
 
-===========  ===================  ==========================================================================
-key          written by           value
-===========  ===================  ==========================================================================
-``at/r``     rank r alone         the number of the exchange in which it has waited for ``_MARK_SECONDS``
-``failed/r`` rank r alone         the number of its exchange that has failed, by an error or by the deadline
-``verdict``  the first who knows  the rank at fault, and whether its process is gone
-===========  ===================  ==========================================================================
+===========  ==================  ===========================================================================
+key          written by          value
+===========  ==================  ===========================================================================
+``at/r``     rank r              the number of the exchange in which it has waited for ``_MARK_SECONDS``
+``failed/r`` rank r              the number of its exchange that has failed, by an error or by the deadline
+``verdict``  the first to know   the rank at fault, and whether its process is gone
+===========  ==================  ===========================================================================
 
-A rank whose exchange failed writes ``failed/r`` and looks for a rank at fault: one whose process is gone, or stopped,
-as probes say; else the one that alone has not failed; else, after the deadline and a moment, of those that have not
-failed the one that last waited in the earliest exchange. Why that names no innocent rank: all that live come to the
-exchange, or are in it, and fail there by ``timeout`` after they came. A rank that waits has written its mark ``at``,
-before any deadline. The number of the exchange in which a rank failed does not matter: those of two ranks differ by
-one if a rank died amid its messages, and by more if one needs nothing of the other. Who is behind began to wait
-before, so it has failed by then; and no mark ``failed`` is from an earlier failure, because the first one ends the
-group. A rank that waits in a later exchange has come, even if after the deadline, for which another one may have kept
-it. The first verdict is written by compare-and-set and everybody reads it before it raises, so all ranks name the same
-one; a rank that comes late reads that it is itself the one. It stays: what torch has under way in the group is
-undefined from then on.
+A rank whose exchange failed writes ``failed/r`` and looks for a rank at fault: one whose process is gone or stopped, by
+its probe; else the only one that has not failed; else, after the deadline and a moment, of the ranks that have not
+failed the one that last waited in the earliest exchange. Why that names no innocent rank: every live rank comes to the
+exchange, or is in it, and fails there by ``timeout`` after it came. A rank that waits has written its mark ``at``
+before any deadline. The number of the failed exchange does not matter: numbers of two ranks differ by one if a rank
+died amid its messages, and by more if one needs nothing of the other. A rank that is behind began to wait earlier, so
+it has failed by then; and no mark ``failed`` is from an earlier failure, because the first one ends the group. A rank
+that waits in a later exchange has come, perhaps late because of another rank. The first verdict is written by
+compare-and-set and every rank reads it before it raises, so all name the same rank; a late rank reads its own number.
+The verdict stays: exchanges of the group that torch has under way are undefined from then on.
 
-A rank that lives may have long work before an exchange, as files to read (``Peers.busy``). Then the deadline moves on
-as long as every probe server says that its rank is neither gone nor stopped.
+A rank that lives may have long work before an exchange, such as files to read (``Peers.busy``). Then the deadline moves
+on as long as every probe server says that its rank is neither gone nor stopped.
 
 On CUDA the host does not wait for sums, which are ordered on the stream: the limits of NCCL hold (docs/faults.md).
 """
@@ -48,37 +47,37 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from moelink.control.failure_detector import FailureDetector
-from moelink.control.gloo import await_release
+from moelink.control.process import await_release
 from moelink.control.stores import BoundedError, LauncherStore, bounded, peek
 from moelink.errors import PeerLostError, PeerTimeoutError
 
 T = TypeVar("T")
 
 TIMEOUT = 60.0
-"""Seconds for a rank that does not come, where no communicator says how many."""
+"""Seconds for a rank that does not come, without a communicator's own timeout."""
 BUSY = 1800.0
-"""Seconds that a rank which lives may take before an exchange that follows long work: torch's own limit."""
+"""Seconds that a live rank may take before an exchange that follows long work: torch's own limit."""
 
 _MARK_SECONDS = 0.25
 _GRACE_SECONDS = 1.0
-"""How long a rank whose exchange failed waits for the others to fail as well."""
+"""Seconds that a rank whose exchange failed waits for the others to fail."""
 _PROBE_EVERY_SECONDS = 0.5
 _STORE_SECONDS = 2.0
 _PAUSE_SECONDS = 2e-4
 _LATER_SECONDS = 5.0
-"""How much later than moelink gloo gives up, so that its threads end."""
+"""Seconds after moelink when gloo gives up, so that its threads end."""
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks of a process group, and how long one is waited for.
+    """The ranks of a process group, and the time that each has.
 
     Attributes:
         group: the process group; None for the default one.
         timeout: seconds until a rank that has not come is missing.
-        detector: of a communicator over the same ranks, if there is one.
-        busy: seconds that a rank may take if its probe server says that it lives; ``timeout`` where that is more.
-        what: what the exchange is for, in the words of an error.
+        detector: of a communicator over the same ranks, or None.
+        busy: seconds that a rank may take if its probe server says that it lives; at least ``timeout``.
+        what: name of the exchange in errors.
     """
 
     group: dist.ProcessGroup | None = None
@@ -167,7 +166,7 @@ def _wait(work: Any, board: _Board, begin: float) -> None:
 
 
 class _SilentError(Exception):
-    """The store does not answer. Its host may be stopped for a while, as any rank may until the deadline."""
+    """The store does not answer. Its host may be stopped for a while; until the deadline that is no fault."""
 
 
 class _Board:
@@ -190,11 +189,11 @@ class _Board:
             raise self.error(peer, lost=bool(lost))
 
     def all_live(self) -> bool:
-        """Whether no probe server says that its rank is gone or stopped, and each answers."""
+        """Return whether every probe server answers that its rank is neither gone nor stopped."""
         return all(result.call is not None for result in self._probe().values())
 
     def find_fault(self, deadline: float, *, late: bool) -> PeerTimeoutError:
-        """Return the error to raise: what the first rank that knew has written, or what shows here."""
+        """Return the error to raise: the verdict of the first rank that knew, or this rank's own."""
         begin = time.monotonic()
         try:
             while True:
@@ -222,7 +221,7 @@ class _Board:
             self.raise_verdict()
 
     def _at_fault(self, *, settled: bool, over: bool) -> tuple[int, bool] | None:
-        """The rank at fault and whether its process is gone; None as long as it is not known."""
+        """Return the rank at fault and whether its process is gone; None as long as it is not known."""
         results = self._probe() if self.peers.detector is not None else {}
         for wanted in ("lost", "stopped"):
             for rank, result in results.items():
@@ -245,7 +244,7 @@ class _Board:
         return self.peers.detector.probe()
 
     def _ask(self, call: Callable[[], T]) -> T:
-        """Make a call of the store. Raises PeerTimeoutError where its host is gone, _SilentError where it is silent."""
+        """Make a call of the store. Raises PeerTimeoutError if its host is gone, _SilentError if it is silent."""
         try:
             return bounded(call, time.monotonic() + _STORE_SECONDS)
         except BoundedError:
@@ -268,7 +267,7 @@ class _Board:
                     raise self.error(rank, lost=result.lost)
 
     def _host(self) -> int:
-        """The rank whose process hosts the store, -1 if none does or it is not known."""
+        """Return the rank whose process hosts the store, -1 if none does or it is not known."""
         if not LauncherStore.is_named():
             return -1
         launcher = LauncherStore()

@@ -31,7 +31,7 @@ class FailureDetector:
         rank: this rank.
         probe_server: this rank's own.
         addresses: the address of every rank's probe server, this rank's included.
-        ranks_per_node: where there are several nodes; None on one.
+        ranks_per_node: ranks of a node if there are several nodes; else None.
         closed: :meth:`close` was called. Peers' probes of this rank are refused from then on.
         left_out: the error of a recovery in which the others had gone on without this rank, or None.
     """
@@ -56,11 +56,11 @@ class FailureDetector:
     def blame(self, phase: str, call: int) -> Failure:
         """Find the rank furthest behind call ``call``, which failed, and report it. Takes about half a second.
 
-        Where all ranks answer that they are in the call, as when a late one has come meanwhile, it names nobody (-1).
+        If all ranks answer that they are in the call, because a late one has come, it names none (-1).
         """
         results = self.probe()
-        # A peer that gave up first has reported whom it blames, and may have closed since. Its report therefore counts
-        # before its refused connection.
+        # A peer that gave up first has reported a rank at fault, and may have closed since. So its report counts before
+        # its refused connection.
         if self.reported is not None:
             return self.reported
         peer, result = furthest_behind(results, call)
@@ -71,16 +71,15 @@ class FailureDetector:
         """Check ``suspicion``, report the failure and return it.
 
         An expired wait suspects the peer whose signal is missing. That peer may itself wait, one call behind, for a
-        rank that died after it had sent to some ranks and not to others. So the failure names another peer where that
-        one's process is gone or stopped, or where it does not answer and the suspect does, from a call as late as this
-        rank's. Where all have entered a call of this number, but one a dispatch and the others a combine, that one has
+        rank that died after it had sent to some ranks and not to others. So the failure names another peer if that
+        one's process is gone or stopped, or if it does not answer and the suspect does, from a call as late as this
+        rank's. If all have entered a call of this number, but one a dispatch and the others a combine, that one has
         left out a call, or made one too many: the failure names it, even if it is this rank.
 
-        Where the suspect is of another node, and all ranks have entered this call, the network is at fault, or its
-        kernels do not run: the failure says UNDELIVERED. Two ranks wait a moment for what their peers report, because
-        they know less: one that learns that it is itself the suspect, and one of whose peers a living one is in an
-        earlier call, which may itself wait for what was lost. If that one reports nothing, it is blamed before a
-        suspect that is not late.
+        If the suspect is of another node, and all ranks have entered this call, the network is at fault, or its kernels
+        do not run: the failure says UNDELIVERED. A rank that knows less waits a moment for reports of its peers: one
+        that is itself the suspect, and one with a live peer in an earlier call, which may wait for a lost put. If that
+        peer reports nothing, it is blamed before a suspect that is not late.
         """
         if suspicion.peer == self.rank:
             self._await_report()
@@ -127,17 +126,17 @@ class FailureDetector:
             time.sleep(_PAUSE_SECONDS)
 
     def admit(self, phase: str, call: int) -> Failure:
-        """Report this rank itself: it cannot finish call ``call``, in which its peers wait for it."""
+        """Report this rank: it cannot finish call ``call``, in which its peers wait for it."""
         return self.declare(Failure(self.rank, phase, call, expected=call, got=INTERRUPTED))
 
     def declare(self, failure: Failure) -> Failure:
-        """Report ``failure``, which this rank knows of without a probe, and return it, or what a peer reported."""
+        """Report ``failure``, which this rank knows of without a probe, and return it, or a peer's report."""
         if self.reported is not None:
             return self.reported
         return self._report(failure, self.probe())
 
     def _report(self, failure: Failure, results: Mapping[int, ProbeResult]) -> Failure:
-        """Report ``failure`` to every peer. A stopped peer reads the report when it continues; nobody waits for it."""
+        """Report ``failure`` to every peer, without waiting for stopped ones, which read it when they continue."""
         for answers in (False, True):
             peers = [rank for rank, result in results.items() if (result.reached >= 0) == answers]
             report = threading.Thread(target=probe_all, args=(self.addresses, peers, failure), daemon=True)
@@ -147,8 +146,8 @@ class FailureDetector:
 
     def probe(self) -> dict[int, ProbeResult]:
         """Probe every peer; results by rank."""
-        # This rank also probes itself. Its server answers in order, so reports that came before, while this process was
-        # stopped for example, have been read once the probe is answered.
+        # This rank also probes itself. Its server answers in order, so it has read all earlier reports, of a time when
+        # this process was stopped for example, before it answers the probe.
         results = probe_all(self.addresses, range(len(self.addresses)))
         del results[self.rank]
         return results
@@ -160,7 +159,7 @@ class FailureDetector:
 
 
 def _odd_rank(results: Mapping[int, ProbeResult], call: int) -> int | None:
-    """The first rank whose call of number ``call`` is another than that of most ranks that are in it, or None.
+    """Return the first rank whose call ``call`` has another phase than that of most ranks in it, or None.
 
     Example: ranks 0 and 2 are in a combine, which is their call 4, and rank 1 in a dispatch, its call 4: rank 1.
     """

@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from moelink.control.gloo import await_release
-from moelink.control.limits import naming_refusals, require_files
 from moelink.control.meeting import Meeting
 from moelink.control.probe import ProbeServer
+from moelink.control.process import await_release, naming_refusals, require_files, start_daemon
 from moelink.control.stores import LauncherStore
-from moelink.control.threads import start_daemon
 from moelink.errors import ConfigError, PeerAbortedError, PeerError, PeerTimeoutError, UnsupportedError
 
 _LIMIT = 1 << 20
@@ -30,9 +28,9 @@ _DECLINED = -1
 """In place of a size: this rank takes no part in the exchange."""
 _PAUSE_SECONDS = 2e-4
 _GRACE_SECONDS = 0.25
-"""How long a rank goes on with an exchange after a peer has said that it gave up: it may have all that it needs."""
+"""Seconds that a rank goes on with an exchange after a peer has given up: it may have all that it needs."""
 _LINGER_SECONDS = 1.0
-"""How long a rank that gave up goes on answering probes and serving its store."""
+"""Seconds that a rank which gave up answers probes and serves its store."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +42,11 @@ class World:
         control: gloo group, used by moelink alone, for headers and set-up; None for one rank.
         data: group that rows travel over, None until :func:`add_data_group`.
         group: the caller's group; None for one rank, and for survivors, which form no group of torch's.
-        store: store that only these ranks use: a prefix of the default group's store, or the store that one of the
-            survivors hosts.
+        store: store that only these ranks use: a prefix of the default group's store, or a store of one survivor.
         meeting: the ranks' :class:`~moelink.control.meeting.Meeting`, which lasts until they have set up; else None.
         probe_server: this rank's.
         made_group: the default group was made here, not by the caller.
-        launched: the launcher's store, which is held because this process may host it.
+        launched: the launcher's store, which this process may host.
     """
 
     rank: int
@@ -64,7 +61,7 @@ class World:
     launched: tuple[Any, ...] = ()
 
     def alone(self) -> World:
-        """Return the world of one rank, which needs nothing of a meeting."""
+        """Return the world of one rank, and end its meeting."""
         if self.meeting is not None:
             self.meeting.finish()
         if self.probe_server is not None:
@@ -178,7 +175,7 @@ def _meet_launched(launcher: LauncherStore, backend: str, timeout: float, deadli
 
 
 class _DefaultGroup:
-    """The default group of one ``init``, which a thread makes that may be left behind: then nobody gets the group."""
+    """The default group of one ``init``. The thread that makes it may be left behind; then the group is destroyed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -186,7 +183,7 @@ class _DefaultGroup:
         self._unwanted = False
 
     def make(self, backend: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
-        """Make the group, and destroy it again if it is not wanted any more."""
+        """Make the group, and destroy it if it is not wanted any more."""
         with self._lock:
             if self._unwanted:
                 return
@@ -198,7 +195,7 @@ class _DefaultGroup:
                 self._destroy()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Give the operations of the group that was made, if it is wanted, another timeout than making it had."""
+        """Set the timeout of the group's operations."""
         with self._lock:
             if self._group is not None and not self._unwanted:
                 self._group.set_timeout(timeout)
@@ -216,11 +213,10 @@ class _DefaultGroup:
 
 
 def _number_groups_anew() -> None:
-    """Let the next default group have the first number on this rank, as on one that has just been started.
+    """Let the next default group have the first number on this rank, as in a new process.
 
-    torch gives every default group the next number of this process and lets ranks meet under it. A group that was not
-    connected keeps its number. So ranks that failed in different places would wait for each other under different
-    numbers from then on. torch itself begins again where a default group is destroyed.
+    Ranks meet under the number that torch counts for every default group of a process, and a group that was not
+    connected keeps its number. So ranks that failed in different places would wait under different numbers.
     """
     if not dist.is_initialized():
         dist.distributed_c10d._world.group_count = 0
@@ -239,12 +235,10 @@ def meet(
     """Meet the ranks that share ``store``, a prefix that is theirs alone. Collective over them.
 
     Args:
-        store: where they meet.
-        rank, world_size: this rank, and how many meet.
+        store, rank, world_size, host_rank: as for :class:`~moelink.control.meeting.Meeting`.
         timeout: of the groups that are made.
-        deadline: until when they must have met; None: in ``timeout`` seconds.
+        deadline: of the meeting; None: in ``timeout`` seconds.
         group: the caller's group of these ranks.
-        host_rank: the rank whose process hosts the store, -1 if none does.
 
     Raises:
         PeerTimeoutError: a rank did not arrive in time, or (PeerLostError) its process is gone.
@@ -288,7 +282,7 @@ def _meet(
 
 
 def _connect_gloo(room: Any, rank: int, world_size: int, timeout: float, deadline: float) -> Any:
-    """Connect gloo's mesh by ``deadline``; its calls may take ``timeout`` seconds then."""
+    """Connect gloo's mesh by ``deadline``; after that its calls may take ``timeout`` seconds."""
     left = timedelta(seconds=max(deadline - time.monotonic(), 0.05))
     mesh: Any = dist.ProcessGroupGloo(PrefixStore("control", room), rank, world_size, left)
     mesh._set_default_timeout(timedelta(seconds=timeout))
@@ -296,7 +290,7 @@ def _connect_gloo(room: Any, rank: int, world_size: int, timeout: float, deadlin
 
 
 def _keep(things: Sequence[Any]) -> None:
-    """Hold ``things``, a store that this process serves among them, while peers learn what happened."""
+    """Hold ``things``, such as a store that this process serves, until peers have read the reason of a failure."""
     timer = threading.Timer(_LINGER_SECONDS, lambda _: None, [tuple(things)])
     timer.daemon = True
     timer.start()
@@ -325,7 +319,7 @@ def gather_bytes(world: World, payload: bytes, timeout: float, *, phase: str = "
     Raises:
         PeerTimeoutError: a rank did not take part within ``timeout`` seconds.
         UnsupportedError: a rank's payload is larger than 1 MiB.
-        PeerAbortedError: a rank takes no part (:func:`decline`); raised on all the others, in ``phase``.
+        PeerAbortedError: a rank takes no part (:func:`decline`); raised on all others, in ``phase``.
     """
     if world.control is None:
         return [payload]
@@ -349,10 +343,10 @@ def gather_bytes(world: World, payload: bytes, timeout: float, *, phase: str = "
 
 
 def decline(world: World, timeout: float) -> None:
-    """Take no part in the next :func:`gather_bytes` of the others, and wait for nobody.
+    """Take no part in the next :func:`gather_bytes` of the others, and wait for no rank.
 
-    In place of its size this rank sends ``_DECLINED``, which ends the exchange on all ranks after the sizes. So the
-    exchanges after it belong together again. Gloo holds the tensors until the others come, and a thread waits for that.
+    This rank sends ``_DECLINED`` as its size, which ends the exchange on all ranks after the sizes, so that later
+    exchanges match. Gloo holds the tensors until the others come, and a thread waits for that.
     """
     if world.control is None:
         return
@@ -397,7 +391,7 @@ def _late(world: World, detail: str) -> PeerTimeoutError:
 
 @contextmanager
 def setting_up(world: World) -> Iterator[None]:
-    """Set up, in the block, what the ranks have met for. At its end the meeting is over; peers learn of an error."""
+    """Set up a communicator in the block. At its end the meeting is over; peers learn of an error."""
     try:
         with naming_refusals():
             yield
@@ -409,13 +403,13 @@ def setting_up(world: World) -> Iterator[None]:
 
 
 def part(world: World) -> None:
-    """Give up a world that has been set up, when only what was set up is needed. Peers may still be probing it."""
+    """Give up a world whose meeting is over. Its probe server lingers, because peers may be probing it."""
     if world.probe_server is not None:
         _keep([world.probe_server])  # it stops when nothing refers to it
 
 
 def leave(world: World, error: BaseException | None) -> None:
-    """End the set-up that failed with ``error``: tell the peers, and undo what the meeting made."""
+    """End the set-up that failed with ``error``: tell the peers, and close everything of the meeting."""
     if world.meeting is not None:
         world.meeting.abandon(error)
     if world.probe_server is not None:

@@ -59,10 +59,10 @@ class Hello:
 
     @classmethod
     def decode(cls, message: bytes, *, rank: int, peer: int) -> Hello:
-        """Decode what rank ``peer`` sent to rank ``rank``. Every type is checked.
+        """Decode the message of rank ``peer`` to rank ``rank``. Every type is checked.
 
         Raises:
-            ProtocolError: the message is not one that :meth:`encode` returns; it names ``peer``.
+            ProtocolError: the message is malformed; the error names ``peer``.
         """
         try:
             said = json.loads(message)
@@ -89,14 +89,14 @@ class Hello:
 def agree(world: World, config: EPConfig, address: Address, proposal: str, *, layout: str) -> Agreement:
     """Compare builds and configurations and exchange addresses; rank 0's ``proposal`` becomes the identity.
 
-    Another version is refused even where ``layout`` is the same: a version also decides who waits for what, and how a
-    result is rounded, which no digest shows. Builds of one version with different layouts are also refused.
+    Another version is refused even with the same ``layout``: a version also decides waits and rounding, which no digest
+    shows. Builds of one version with different layouts are also refused.
 
     Raises:
         ConfigMismatchError: on every rank, naming the first field that differs and the ranks; ``moelink`` for builds.
         PeerAbortedError: a peer refused its own arguments (it raises ConfigError itself).
         ProtocolError: a peer's message is malformed.
-        UnsupportedError: a rank does not reach the probe server of another one; on every rank, with both.
+        UnsupportedError: a rank does not reach the probe server of another one; on every rank, naming both.
     """
     hello = Hello(config.shared_fields(), address, machine_id(), proposal, __version__, layout)
     messages = gather_bytes(world, hello.encode(), config.timeout)
@@ -116,9 +116,9 @@ def agree(world: World, config: EPConfig, address: Address, proposal: str, *, la
 def require_reach(world: World, addresses: Sequence[Address], machines: Sequence[str], timeout: float) -> None:
     """Refuse an address that leads peers elsewhere, as a loopback address does on other hosts. Collective.
 
-    A peer that cannot reach a probe server would say of its rank that it is gone as soon as it is late. All ranks have
-    just taken part in an exchange, so one that does not answer now is at a wrong address. Ranks of one machine with one
-    address reach each other, and ask nothing.
+    A peer that cannot reach the probe server of a late rank would report it as gone. All ranks have just taken part in
+    an exchange, so a rank that does not answer now has a wrong address. Ranks of one machine with one address do not
+    ask.
 
     Raises:
         UnsupportedError: a rank does not reach another one; on every rank, for the same two.

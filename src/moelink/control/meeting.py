@@ -1,68 +1,62 @@
 """Rendezvous of ranks through a store, at start and after a failure, with a timeout.
 
-A store that outlives a failure holds what failed attempts wrote, and ranks fail differently: one is late, one has given
-up already, one is restarted by its launcher. Counters per rank would disagree from then on. So an attempt has a name
-that the ranks agree on. All keys are under one prefix of the store, which the ranks of one group share.
+Ranks fail differently: one is late, one has given up, one is restarted by its launcher, and the store holds keys of
+failed attempts. So the ranks do not count attempts; they agree on the name of one. All keys are under one prefix, which
+the ranks of one group share.
 
 ===========  =======================  ======================================================================
 key          written by               value
 ===========  =======================  ======================================================================
-``entry/r``  rank r alone             state, a random nonce of its attempt, the address of its probe server
-``roster``   rank 0 alone             all ranks' nonces and addresses; its digest is the name of the *room*. Or why
-                                      rank 0, which hosts the store, gave up before there was a room
-``failed``   any rank, the last wins  a room, and why it is of no use
+``entry/r``  rank r                   state, a random nonce of its attempt, the address of its probe server
+``roster``   rank 0                   entries of all ranks; its digest is the name of the *room*. Or the reason why
+                                      rank 0, as host of the store, gave up before there was a room
+``failed``   any rank, last wins      a room, and the reason why it has failed
 ``room/..``  gloo, in that room       addresses of its sockets
-``room/..``  any rank                 ``done/r``: rank r has set up; ``done``: how many ranks have
+``room/..``  any rank                 ``done/r``: rank r has set up; ``done``: number of ranks that have
 ===========  =======================  ======================================================================
 
-One attempt, with what each rank writes (w) and waits for:
+One attempt, with the keys that each rank writes (w):
 
 1. *Enter.* w ``entry/r`` = WAITING with a new nonce.
 2. *Agree.* Rank 0 waits until every entry is WAITING and every probe server in them has answered, then w ``roster``.
    The others wait for a roster with their own nonce in their own place.
-3. *Connect.* Ranks connect gloo's mesh in the room, in a thread. Rank 0 watches the entries meanwhile: if one is
-   another than in the roster, its rank has begun again, so rank 0 w ``failed`` = room, VOID, and goes to step 1. Every
-   rank watches ``failed``: on VOID of its own room it goes to step 1.
+3. *Connect.* Ranks connect gloo's mesh in the room, in a thread. Rank 0 watches the entries: if one differs from the
+   roster, its rank has begun again, so rank 0 w ``failed`` = room, VOID, and goes to step 1. Every rank that reads VOID
+   of its own room goes to step 1.
 4. *Set up.* w ``entry/r`` = ENTERED. The handshake and the exchanges of memory go over the mesh. Ranks watch
    ``failed`` and rank 0's process; rank 0 watches all processes. A rank that raises w ``failed`` = room, the rank at
    fault, and the others raise the same.
-5. *Leave.* Each rank w ``done/r`` in the room and counts itself, and the last one deletes these keys. Each deletes its
-   entry and gloo's address, rank 0 the other two keys as well. After a failure the entry stays as LEFT, until the
-   rank's next attempt: so the others can tell who gave up from who never came.
+5. *Leave.* Each rank w ``done/r`` and counts itself; the last one deletes these keys. Each deletes its entry and gloo's
+   address, rank 0 also the roster and ``failed``. After a failure the entry stays as LEFT until the rank's next
+   attempt, so that a rank which gave up differs from one which never came.
 
-A rank that is *done* may close its communicator, and its probe server with that, while others still set up. So a rank
-that finds nothing at the address of another one in step 4 reads its ``done/r`` before it says that its process is gone.
-The mark comes before the end of the probe server, because :meth:`Meeting.finish` waits for it.
+A rank that is done may close its communicator and its probe server while others set up. So before a rank reports a
+missing probe server in step 4, it reads ``done/r``, which is written before the server ends (:meth:`Meeting.finish`).
 
-When the host of the store gives up, the store goes with its process. So rank 0, if it is the host, writes why: to
-``failed`` if there is a room, else in place of the roster, which the others wait for, with the nonces of those that it
-means: a rank that has begun again before rank 0 did still finds the text. Both are read every few milliseconds. Then
-it waits until their entries say that they have left, ``_HOST_SECONDS`` at most, before it raises. They raise the same
-and name the same rank. The wait ends early when all have left, and the rank at fault is not waited for. It is for the
-host alone: nobody waits for a rank whose end takes nothing away.
+The store ends with the process of its host. So a rank 0 that is the host and gives up writes the reason, to ``failed``
+if there is a room, else to ``roster`` with the nonces of the ranks that it concerns. Then it waits until they have
+left, at most ``_HOST_SECONDS`` and not for the rank at fault. They raise the same error, about the same rank.
 
-Why an attempt cannot be mixed up with another:
+Why attempts do not mix:
 
-* A room is a digest of the nonces of all ranks. A rank goes into a room only if its own current nonce is in it. So in
-  one room all ranks are in the same attempt, and what an earlier attempt left in the store has another name.
-* A rank that has given up does not appear in a later room: its entry is LEFT. If rank 0 had read the entry before,
-  the room has a member that will not come. That rank looks at the roster after it has changed its entry, and voids the
-  room if its nonce is there; or rank 0, which looks at the entries after it has written the roster, finds the entry
-  changed. One of the two reads comes after the other's write, so one of the two finds out.
-* Nobody has left step 4 before everybody is in it, because its first exchange needs all ranks. A rank enters step 4
-  only when its entry is ENTERED. So when rank 0 begins the next attempt, no entry of this one is WAITING, and rank 0
-  cannot take a rank that is still in step 4 of this room for one that has come to the next.
-* A mesh is connected only if all ranks of the room connect. So a room that is voided because a member never came has
-  nobody in step 4.
+* A room is a digest of the nonces of all ranks, and a rank joins only a room with its own current nonce. So all ranks
+  in a room are in the same attempt, and keys of an earlier attempt have another name.
+* A rank that has given up is in no later room: its entry is LEFT. If rank 0 had read the entry before, one of two reads
+  finds out, because one comes after the other rank's write: the rank reads the roster after it has changed its entry,
+  and voids the room; or rank 0 reads the entries after it has written the roster, and finds the entry changed.
+* The first exchange of step 4 needs all ranks, so none leaves step 4 before all are in it, with ENTERED entries. So
+  when rank 0 begins the next attempt, no WAITING entry is of a rank that is still in step 4 of this one.
+* A mesh is connected only if all ranks of the room connect. So no rank is in step 4 of a room that is voided because a
+  member never came.
 
-Why it ends: all calls of the store are made in a thread that the rank does not wait for after its deadline, and so are
-gloo's. At the deadline a rank names, in this order, a rank whose process is gone, one that has not come, one whose
-probe server does not answer, and one that has given up. A rank whose process is gone counts as not come yet in steps 1
-and 2, because a launcher may be starting it again; in steps 3 and 4 it ends the attempt at once.
+Why it ends: all calls of the store and of gloo run in threads that the rank leaves behind at its deadline. Then it
+names a rank, in this order: one whose process is gone, one that has not come, one whose probe server does not answer,
+one that has given up. In steps 1 and 2 a rank without a process counts as not come, because a launcher may be starting
+it again; in steps 3 and 4 it ends the attempt at once.
 
-As in every agreement over a network that may fail, the last step can fail on one rank and not on another: a rank that
-dies or is cut off in step 4 may leave some with a communicator. Their first call then names it, and ``init`` works
-again on all of them, because none of this depends on how an attempt before has ended.
+The last step of any agreement can fail on some ranks only: a rank that dies in step 4 may leave others with a
+communicator. Their first call names it, and ``init`` works again on all ranks, because no step depends on the end of an
+earlier attempt.
 """
 
 from __future__ import annotations
@@ -80,9 +74,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from moelink.control import roster as rosters
 from moelink.control.probe import Address, ProbeResult, gone_in_words, probe_all
+from moelink.control.process import start_daemon
 from moelink.control.roster import ENTERED, LEFT, NONCE_BYTES, WAITING, Entry, decode_roster, digest, encode_roster
 from moelink.control.stores import peek
-from moelink.control.threads import start_daemon
 from moelink.errors import PeerLostError, PeerTimeoutError
 
 _VOID, _FAILED = 0, 1
@@ -91,15 +85,16 @@ _PAUSE_SECONDS = 0.01
 _PROBE_EVERY_SECONDS = 0.5
 _FIRST_LOOK_SECONDS = 0.1
 _LAST_WORD_SECONDS = 0.3
-"""How long after its deadline a rank waits for its own threads, to name the rank at fault."""
+"""Seconds after its deadline that a rank waits for its own threads, to name the rank at fault."""
 _FINISH_SECONDS = 5.0
 _HOST_SECONDS = 0.7
-"""How long the host of the store, which has failed, waits for the others to read why."""
+"""Seconds that the host of the store, when it has failed, waits for the others to read the reason."""
 
 
 @dataclass(frozen=True)
 class Setback:
-    """Why an attempt failed: ``peer`` (-1: unknown) is at fault, its process gone if ``lost``; ``told`` by a peer."""
+    """The reason of a failed attempt: ``peer`` (-1: unknown) is at fault, its process gone if ``lost``; ``told`` by a
+    peer."""
 
     peer: int
     detail: str
@@ -107,13 +102,13 @@ class Setback:
     told: bool = False
 
     def error(self, rank: int) -> PeerTimeoutError:
-        """Return the exception that ``rank`` raises for it."""
+        """Return the exception that ``rank`` raises."""
         kind = PeerLostError if self.lost else PeerTimeoutError
         return kind(rank=rank, peer=self.peer, phase="init", call=0, expected=0, got=None, detail=self.detail[:200])
 
 
 class _VoidError(Exception):
-    """A member of the room has begun again: so does this rank."""
+    """A member of the room has begun again, so this rank does."""
 
 
 class _SetbackError(Exception):
@@ -122,13 +117,13 @@ class _SetbackError(Exception):
 
 
 class Meeting:
-    """One rank's way through an attempt, from its entry until :meth:`finish` or :meth:`abandon`.
+    """One rank's attempt, from its entry until :meth:`finish` or :meth:`abandon`.
 
     Attributes:
-        rank, world_size: this rank, and how many meet.
+        rank, world_size: this rank, and the number of ranks.
         deadline: of the whole attempt, on the monotonic clock.
-        room: prefix of the store that belongs to these ranks and this attempt, once :meth:`wait` has returned.
-        addresses: the ranks' probe servers, then.
+        room, addresses: after :meth:`wait`, the prefix of the store for these ranks and this attempt, and the ranks'
+            probe servers.
     """
 
     def __init__(
@@ -148,12 +143,12 @@ class Meeting:
 
         Args:
             open_store: returns the prefix that these ranks share. It may wait, and fail with torch's errors.
-            connect: makes the mesh in the room, the prefix it is given. It undoes what it can if the event is set.
+            connect: makes the mesh in the room, a prefix. If the event is set, the mesh is not wanted any more.
             rank, world_size, deadline: see above.
             address: this rank's probe server.
-            has_group: this rank has torch's default group, or needs none. All ranks must say the same.
-            host_rank: the rank whose process hosts the store, -1 if none does.
-            reopens: whether ``open_store`` may succeed after it or the store has failed.
+            has_group: this rank has torch's default group, or needs none; the same on all ranks.
+            host_rank: the rank whose process hosts the store, -1 for none.
+            reopens: whether ``open_store`` may succeed after an error of it or of the store.
         """
         self.rank, self.world_size, self.deadline = rank, world_size, deadline
         self.room: Any = None
@@ -176,7 +171,7 @@ class Meeting:
         """Wait until all ranks have met and connected; return the mesh.
 
         Raises:
-            PeerTimeoutError: they have not by the deadline, or (PeerLostError) the process of one is gone.
+            PeerTimeoutError: a rank did not by the deadline, or (PeerLostError) its process is gone.
         """
         while not self._connected.wait(0.02):
             if self._setback is not None or time.monotonic() > self.deadline + _LAST_WORD_SECONDS:
@@ -190,12 +185,12 @@ class Meeting:
         return self.fail("it did not take part in the set-up") if time.monotonic() > self.deadline else None
 
     def fail(self, detail: str) -> PeerTimeoutError:
-        """Return the error of this attempt, which has failed here: what a peer told, or what probes show."""
+        """Return the error of this attempt, which has failed here: a peer's, or one that probes show."""
         suspect = None if self._setback is not None else self._suspect()
         end = min(time.monotonic() + _LAST_WORD_SECONDS, self.deadline)
         self._doubted.set()
         while self._setback is None and time.monotonic() < end:
-            time.sleep(_PAUSE_SECONDS)  # a peer that gave up first says why, and ends then
+            time.sleep(_PAUSE_SECONDS)  # a peer that gave up first writes the reason, and ends then
         if suspect is not None and suspect.peer in self._done:
             suspect = None
         self._setback = self._setback or suspect or Setback(self._unheard(), detail)
@@ -205,20 +200,18 @@ class Meeting:
         """Leave with a communicator. Marks this rank as done and removes this attempt's keys.
 
         Waits for the store until the deadline, at most ``_FINISH_SECONDS`` and at least a second. All ranks have taken
-        part in the last exchange by now, so nothing is missing if a process is gone since: it may have closed and
-        ended, and the store with it.
+        part in the last exchange, so a process that is gone since may have closed and ended, and the store with it.
 
         Raises:
-            PeerTimeoutError: another rank has left without one, and says so.
+            PeerTimeoutError: another rank has left without a communicator, and says so.
         """
         if self._setback is not None and self._setback.told:
             raise self._setback.error(self.rank)
         self._end(None, seconds=max(1.0, min(_FINISH_SECONDS, self.deadline - time.monotonic())))
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Leave without a communicator, because ``error`` was raised here. Peers in the room raise soon, too.
-
-        They go on for a moment, so that an error that every rank finds in the same exchange is raised by every rank.
+        """Leave without a communicator, because ``error`` was raised here. Peers in the room raise a moment later, so
+        that every rank raises an error that every rank finds in the same exchange.
         """
         if isinstance(error, PeerTimeoutError):
             detail = f"rank {self.rank} says so: {error}"[:150]
@@ -239,7 +232,7 @@ class Meeting:
             self._thread.join(seconds)
 
     def _unheard(self) -> int:
-        """The rank to name when nothing else is known: the store's host if the store keeps this thread waiting."""
+        """Return the rank to name if none is known: the store's host if the store keeps this thread waiting."""
         return -1 if self._connected.is_set() or self._host_rank == self.rank else self._host_rank
 
     # From here on everything runs in the meeting's own thread, except _suspect.
@@ -260,7 +253,7 @@ class Meeting:
                     self._closed.wait(0.1)
         except _SetbackError as error:
             self._setback = self._setback or error.setback
-        except Exception as error:  # noqa: BLE001 - this thread has nobody else to tell
+        except Exception as error:  # noqa: BLE001 - this thread has no caller
             self._setback = Setback(self.rank, f"{type(error).__name__}: {error}")
         finally:
             with suppress(RuntimeError):
@@ -274,7 +267,7 @@ class Meeting:
         self._mine = replace(self._mine, state=WAITING, nonce=secrets.token_bytes(NONCE_BYTES))
         self._name = b""
         if self._hosts:
-            self._store.delete_key("roster")  # it may say why an earlier attempt was given up
+            self._store.delete_key("roster")  # it may have the reason of an earlier attempt
         self._store.set(f"entry/{self.rank}", self._mine.encode())
         roster = self._publish() if self.rank == 0 else self._find()
         if roster is None:
@@ -323,13 +316,13 @@ class Meeting:
         return None
 
     def _give_up_late(self, everybody: dict[int, Entry]) -> None:
-        """After the deadline: raise the setback that names who has not come."""
+        """After the deadline: raise the setback that names a rank which has not come."""
         self._seen = entries = {rank: entry for rank, entry in everybody.items() if entry.state != LEFT}
         if time.monotonic() <= self.deadline:
             return
         results = self._probe(entries)
         lost = [rank for rank, result in results.items() if result.lost]
-        if lost:  # a rank that gave up since its entry was read says so before its probe server ends
+        if lost:  # a rank that has just given up changes its entry before its probe server ends
             everybody = self._read_entries()
             lost = [rank for rank in lost if everybody.get(rank) == entries[rank]]
         left = [rank for rank, entry in everybody.items() if entry.state == LEFT]
@@ -340,7 +333,7 @@ class Meeting:
             raise _SetbackError(self._gone(lost[0]))
         if silent and not missing:
             raise _SetbackError(Setback(silent[0], _say(silent, "called init and", "do not answer", "does not answer")))
-        # A rank that gave up a moment ago did so because of one that is missing or silent here, too: name that one.
+        # A rank that gave up a moment ago did so because of a rank that is also missing or silent here: name that one.
         if absent := missing or left:
             raise _SetbackError(Setback(absent[0], _say(absent, "", "have not called init", "has not called init")))
         raise _SetbackError(Setback(others[0] if others else -1, "the ranks came too late to meet"))
@@ -352,10 +345,10 @@ class Meeting:
 
         def connect() -> None:
             try:
-                # gloo waits in the store for the others, and a client of torch's serves one thread at a time: over this
-                # rank's own client nobody could watch meanwhile, nor begin the next attempt.
+                # gloo waits in the store for the others, and a client of torch's serves one thread at a time: this
+                # rank's own client stays free to watch and to begin the next attempt.
                 outcome.append(self._connect(room.clone(), left))
-            except Exception as error:  # noqa: BLE001 - judged below, whatever torch raises
+            except Exception as error:  # noqa: BLE001 - judged below
                 outcome.append(error)
             finally:
                 if left.is_set():
@@ -372,7 +365,7 @@ class Meeting:
                     raise _SetbackError(Setback(self.rank, "it gave up"))
                 if now > self.deadline:
                     suspect = self._suspect()
-                    self._hear()  # a rank that gave up first says why, and ends then
+                    self._hear()  # a rank that gave up first writes the reason, and ends then
                     raise _SetbackError(suspect or Setback(-1, "gloo's mesh was not connected"))
                 if now > next_look:
                     next_look = now + 5 * _PAUSE_SECONDS
@@ -395,7 +388,7 @@ class Meeting:
         return True
 
     def _attend(self) -> None:
-        """Watch the others while this rank sets up. A doubt of the rank's own has them probed at once."""
+        """Watch the others while this rank sets up. :meth:`fail` has them probed at once."""
         next_probe = time.monotonic() + _PROBE_EVERY_SECONDS
         while not self._closed.wait(2 * _PAUSE_SECONDS):
             try:
@@ -434,7 +427,7 @@ class Meeting:
         return _NEWS.pack(name, kind, setback.peer, setback.lost) + setback.detail.encode()[:200]
 
     def _read_entries(self, waiting: Sequence[Entry] = ()) -> dict[int, Entry]:
-        """Read the entries there are. With ``waiting``, one that has ENTERED since reads as it was."""
+        """Read all entries. With ``waiting``, an entry that has ENTERED since reads as in ``waiting``."""
         entries = {}
         for rank in range(self.world_size):
             entry = Entry.decode(peek(self._store, f"entry/{rank}"))
@@ -456,7 +449,7 @@ class Meeting:
         results = self._probe(self._seen, None if self.rank == 0 else [0])
         lost = [rank for rank, result in results.items() if result.lost]
         if lost:
-            self._hear()  # a rank that gave up first says why, and ends then
+            self._hear()  # a rank that gave up first writes the reason, and ends then
             if self.room is not None:
                 self._done |= {rank for rank in lost if peek(self.room, f"done/{rank}")}
         lost = [rank for rank in lost if rank not in self._done]
@@ -468,7 +461,7 @@ class Meeting:
         return Setback(rank, words, lost=is_sure)
 
     def _suspect(self) -> Setback | None:
-        """Probe all that were seen: name one whose process is gone, or else one that does not answer."""
+        """Probe all ranks seen: name one whose process is gone, or else one that does not answer."""
         results = self._probe(dict(self._seen))
         for rank, result in results.items():
             if result.lost:
@@ -482,7 +475,7 @@ class Meeting:
         return Setback(self._host_rank, f"the store that ranks meet in does not answer: {text}")
 
     def _clean_up(self) -> None:
-        """Remove what this rank wrote, and tell the room if this rank has failed."""
+        """Remove this rank's keys, and tell the room if this rank has failed."""
         if self._store is None:
             return
         failed = self._farewell if self._closed.is_set() else self._setback
@@ -504,7 +497,7 @@ class Meeting:
             self._tell(_FAILED, failed)
             self._linger(failed)
             return
-        if self._hosts and failed.peer != self.rank:  # of its own fault the others learn when the store ends
+        if self._hosts and failed.peer != self.rank:  # the end of the store tells of its own fault
             meant = [entry.nonce for entry in self._read_entries().values()]
             self._store.set("roster", rosters.encode_end(meant, self._news(_FAILED, failed)))
             self._linger(failed)
@@ -515,14 +508,14 @@ class Meeting:
             self._tell(_VOID, Setback(-1, ""))
 
     def _mark_done(self) -> None:
-        """Say in the room that this rank has set up. The last one takes the marks away: nobody reads them any more."""
+        """Mark this rank as done in the room. The last rank removes the marks, which no rank reads any more."""
         self.room.set(f"done/{self.rank}", b"1")
         if self.room.add("done", 1) == self.world_size:
             for key in ("done", *(f"done/{rank}" for rank in range(self.world_size))):
                 self.room.delete_key(key)
 
     def _linger(self, failed: Setback) -> None:
-        """Serve the store, as its host, until the others have read why this rank gives up, a moment at most."""
+        """As host of the store, wait until the others have read the reason, at most ``_HOST_SECONDS``."""
         if not self._hosts:
             return
         end = time.monotonic() + _HOST_SECONDS
@@ -545,6 +538,6 @@ def _say(ranks: Sequence[int], before: str, many: str, one: str) -> str:
 
 
 def _forget_gloo(room: Any, rank: int) -> None:
-    """Delete what gloo wrote of this rank's sockets."""
+    """Delete gloo's addresses of this rank's sockets."""
     with suppress(RuntimeError):
         room.delete_key(f"control/0/{rank}")

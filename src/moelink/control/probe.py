@@ -1,10 +1,10 @@
 """Probe peers: beside each rank a small server says at any time which call the rank has reached.
 
-When a collective fails, its error names an address, or a neighbour that is not at fault. So the rank that gives up
-probes every peer: a killed process refuses the connection at once, a stopped one is said to be stopped, a late one is
+The error of a failed collective names an address, or a neighbour that is not at fault. So the rank that gives up probes
+every peer: the port of a killed process refuses the connection, the server of a stopped one says so, and a late one is
 at an earlier call. The same server accepts reports of failures, and shows the proposal of a rank that recovers
-(:mod:`moelink.control.recovery`). It is a process of its own (:mod:`moelink.control.responder`): it answers while the
-rank holds the interpreter's lock, and ends when the rank does.
+(:mod:`moelink.control.recovery`). It is a process of its own (:mod:`moelink.control.responder`), which answers while
+the rank holds the interpreter's lock, and ends when the rank does.
 
 Messages are structs of bounded size behind a secret token that ranks exchange at init; nothing is unpickled.
 """
@@ -56,17 +56,17 @@ T = TypeVar("T")
 _PHASES = ("dispatch", "combine", "init")
 _PROBE_SECONDS = 0.4
 _TRIES, _PAUSE_SECONDS = 3, 0.01
-"""How often a probe asks where the server closes the connection, and how long it waits before it asks again."""
+"""Tries of a probe if the server closes the connection, and the pause between them."""
 _BACKLOG = 4096
 
 NO_ANSWER, GONE = -1, -2
 """In place of a call number: the peer did not answer, or its process is gone."""
 
 LEFT, INTERRUPTED = -3, -4
-"""In place of a call number: an exception left the rank's ``with`` block, or entered a call that had begun."""
+"""In place of a call number: an exception left the rank's ``with`` block, or entered a call under way."""
 
 UNDELIVERED = -5
-"""In place of a call number: the rank is in the call, but what it sent over the network did not arrive."""
+"""In place of a call number: the rank is in the call, but its data did not arrive over the network."""
 
 GONE_IN_WORDS = "its process is gone: nothing listens at the address of its probe server"
 
@@ -90,7 +90,7 @@ class Address:
 
     @classmethod
     def decode(cls, data: bytes) -> Address:
-        """Decode what :meth:`encode` returned. Raises ValueError for anything else."""
+        """Decode the result of :meth:`encode`. Raises ValueError for other bytes."""
         if not TOKEN_BYTES + 2 < len(data) <= TOKEN_BYTES + 2 + 255:
             raise ValueError(f"expected an address of {TOKEN_BYTES + 3} to {TOKEN_BYTES + 257} bytes, got {len(data)}")
         (port,) = struct.unpack_from("<H", data, TOKEN_BYTES)
@@ -104,8 +104,8 @@ class Address:
 class Failure:
     """The first error of a communicator, as ranks report it to peers.
 
-    ``peer`` is the rank at fault (-1: not known), ``expected`` the call that it had to reach, ``got`` the one that it
-    had reached, NO_ANSWER, GONE, LEFT, INTERRUPTED or UNDELIVERED.
+    ``peer`` is the rank at fault (-1: not known), ``expected`` the call that it had to reach, ``got`` its own call, or
+    NO_ANSWER, GONE, LEFT, INTERRUPTED or UNDELIVERED.
     """
 
     peer: int
@@ -116,7 +116,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: PeerTimeoutError) -> Failure:
-        """Return the failure that ``error`` was raised for."""
+        """Return the failure of ``error``."""
         got = NO_ANSWER if error.got is None else error.got
         if isinstance(error, PeerLeftError):
             got = INTERRUPTED if error.interrupted else LEFT
@@ -127,9 +127,9 @@ class Failure:
         return cls(error.peer, error.phase, error.call, expected=error.expected, got=got)
 
     def error(self, rank: int, detail: str = "", *, ranks_per_node: int | None = None) -> PeerTimeoutError:
-        """The exception that ``rank`` raises for this failure.
+        """Return the exception that ``rank`` raises for this failure.
 
-        ``ranks_per_node``: where there are several nodes, so that the exception names that of the peer; else None.
+        ``ranks_per_node``: ranks of a node, by which the exception names the node of the peer; None on one node.
         """
         node = None if ranks_per_node is None else self.peer // ranks_per_node
         where: dict[str, Any] = {"rank": rank, "peer": self.peer, "phase": self.phase, "call": self.call, "node": node}
@@ -147,8 +147,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The result of probing one peer: ``call``, the call it has reached (None: no answer), a ``phase``; ``lost``, its
-    process is gone; ``stopped``, the kernel says that it is stopped."""
+    """The result of probing one peer: its ``call`` (None: no answer) in ``phase``; ``lost``, its process is gone;
+    ``stopped``, the operating system says that it is stopped."""
 
     call: int | None
     phase: str = _PHASES[0]
@@ -162,7 +162,7 @@ class ProbeResult:
 
     @property
     def reached(self) -> int:
-        """The call number, or NO_ANSWER, or GONE: the lower, the further behind."""
+        """The call number, or NO_ANSWER, or GONE: a lower number is further behind."""
         if self.lost:
             return GONE
         return NO_ANSWER if self.call is None else self.call
@@ -180,11 +180,11 @@ class ProbeServer:
         """Start it. Probes that come before it runs wait for it.
 
         Args:
-            world_size: reports that blame another rank than one of these are dropped. 0: not known.
+            world_size: reports that blame a rank out of range are dropped. 0: not known.
 
         Raises:
             ConfigError: MOELINK_PROBE_HOST is no address of one interface.
-            UnsupportedError: there is no Python interpreter to run it, or no such address to listen at.
+            UnsupportedError: this process has no Python interpreter to run it, or this machine no such address.
         """
         memory = _anonymous_file()
         try:
@@ -200,7 +200,7 @@ class ProbeServer:
             with listen(_own_host(), _BACKLOG) as listener:
                 host, port = listener.getsockname()[:2]
                 self.address = Address(host, port, self._board.token)
-                # The socket, too, is closed here: a child that this process forks must not keep the port.
+                # The socket is also closed here, because a child that this process forks must not keep the port.
                 handed = (listener.fileno(), memory, reading)
                 process = _start(handed)
         except BaseException:
@@ -214,7 +214,7 @@ class ProbeServer:
 
     @property
     def progress(self) -> tuple[int, str]:
-        """The last call that this rank has entered: its number, and whether it is a "dispatch" or a "combine"."""
+        """The last call that this rank has entered: its number, and "dispatch" or "combine"."""
         call, phase = divmod(self._board.progress, NUM_PHASES)
         return call, _PHASES[phase]
 
@@ -245,7 +245,7 @@ class ProbeServer:
 
     @property
     def proposal(self) -> bytes:
-        """What peers read in a recovery (:mod:`moelink.control.recovery`); empty for no proposal."""
+        """The proposal that peers read in a recovery (:mod:`moelink.control.recovery`); empty for none."""
         return self._board.proposal
 
     @proposal.setter
@@ -270,7 +270,7 @@ def _anonymous_file() -> int:
 
 
 def _start(descriptors: tuple[int, int, int]) -> subprocess.Popen[bytes]:
-    """Start the responder, which inherits ``descriptors``. Nothing of this process is copied, as a fork would."""
+    """Start the responder, which inherits ``descriptors``."""
     if not sys.executable:
         raise UnsupportedError(
             "init: expected a Python interpreter that can run the probe server, got an empty sys.executable; set it"
@@ -289,9 +289,9 @@ def _stop(process: subprocess.Popen[bytes], pipe: int, owner: int) -> None:
 
 
 def probe(address: Address, report: Failure | None = None) -> ProbeResult:
-    """Report ``report`` to one peer, if given, and ask for its progress.
+    """Report ``report`` to one peer, unless None, and ask for its progress.
 
-    Takes at most about half a second, or three times that where the server closes connections.
+    Takes at most about half a second, or three times that if the server closes connections.
     """
     request = ASK
     if report is not None:
@@ -320,7 +320,7 @@ def probe_all(
 
 
 def read_proposal(address: Address) -> bytes | int:
-    """Read a peer's proposal (empty: none yet), or NO_ANSWER, or GONE. Takes as long as :func:`probe` at most."""
+    """Read a peer's proposal (empty: none yet), or NO_ANSWER, or GONE. Takes at most as long as :func:`probe`."""
 
     def proposal(receive: Callable[[int], bytes]) -> bytes | int:
         (size,) = LENGTH.unpack(receive(LENGTH.size))
@@ -335,10 +335,8 @@ def read_proposal(address: Address) -> bytes | int:
 
 
 def furthest_behind(results: dict[int, ProbeResult], call: int) -> tuple[int, ProbeResult]:
-    """Choose the peer at fault for the failure of ``call``. What is known of a peer counts for more than its silence.
-
-    A peer whose process is gone comes first, then one that is stopped, one that is at an earlier call (the lowest
-    first), one that does not answer.
+    """Choose the peer at fault for the failure of ``call``: first one whose process is gone, then one that is stopped,
+    one that is at an earlier call (the lowest first), one that does not answer.
     """
 
     def fault(rank: int) -> tuple[int, int, int]:
@@ -356,15 +354,14 @@ def furthest_behind(results: dict[int, ProbeResult], call: int) -> tuple[int, Pr
 
 
 def _ask(address: Address, request: bytes, read: Callable[[Callable[[int], bytes]], T]) -> T:
-    """Send ``request`` to a probe server, and return what ``read`` makes of its answer.
+    """Send ``request`` to a probe server, and return the result of ``read`` for its answer.
 
-    ``read`` gets a function that receives so many bytes. A try has one deadline for the whole of it, so a peer that
-    answers byte by byte holds nobody. An answer begins with a proof that its sender knows the token: the port of a rank
-    that is gone may belong to another program by now.
+    ``read`` gets a function that receives a number of bytes. A whole try has one deadline, also if a peer answers byte
+    by byte. An answer begins with a proof that its sender knows the token: the port of a rank that is gone may belong
+    to another program by now.
 
-    Only a refused connection shows that a rank's process is gone. A server that lives closes connections, too: of a
-    client that has said nothing for two seconds, because another thread held the lock of its interpreter. So where a
-    connection is closed, this asks again.
+    Only a refused connection shows that a rank's process is gone. A live server closes the connection of a client that
+    has said nothing for two seconds, because another thread held the lock of its interpreter; so this asks again.
 
     Raises:
         ConnectionRefusedError: nothing listens at the address.
@@ -399,7 +396,7 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _own_host() -> str:
-    """Host part of this rank's address: as configured, or of the interface that leads to MASTER_ADDR."""
+    """Return the host of this rank's address: as configured, or of the interface that leads to MASTER_ADDR."""
     configured = env.PROBE_HOST.read()
     if configured in ("0.0.0.0", "::"):
         raise ConfigError(env.PROBE_HOST.name, "the address of one interface, for peers to reach it at", configured)
@@ -419,7 +416,7 @@ def _own_host() -> str:
 def gone_in_words(address: Address, *, asked_from: Address) -> tuple[str, bool]:
     """Say that nothing listens at ``address``, and whether that shows that its rank's process is gone.
 
-    It does not where the address is of one machine alone, and that of the rank that asks is not: they may be on two.
+    It does not if the address is a loopback and that of the asking rank is not: they may be on two machines.
     """
     if address.is_loopback and not asked_from.is_loopback:
         hint = f"nothing listens at {address.host}, which is its own machine's alone: set {env.PROBE_HOST.name} there"

@@ -1,68 +1,68 @@
 """Let the surviving ranks agree on a new group without the dead ones: the first step of ``recover``.
 
-The agreement asks no rank that may be dead. Every rank that takes part publishes a *proposal* at its own probe server
-(:mod:`moelink.control.probe`), behind the token that ranks exchanged at init. A proposal holds the old numbers of the
-ranks that go on, a random nonce of this attempt and, on the lowest of these ranks, the port of a store that it has just
-opened. Each rank reads the proposals of all the ranks in its own list, again and again, until
+No step needs an answer of a rank that may be dead. Every rank publishes a *proposal* at its own probe server
+(:mod:`moelink.control.probe`), behind the token that ranks exchanged at init: the old numbers of the survivors, a
+random nonce of this attempt and, on the lowest survivor, the port of a store that it has just opened. Each rank reads
+the proposals of all ranks in its own list until
 
-* all proposals have the same list: the agreement. No rank decides for the others, so no death can spoil it, that of
-  rank 0 or of the host of the old store included;
+* all proposals have the same list: the agreement. No rank decides for the others, so no death can spoil it;
 * the process of one is gone: PeerLostError;
-* one has another list, for longer than ``_GRACE_SECONDS``: ConfigMismatchError (a shorter time may be left from an
-  attempt that failed there too, and that the rank is about to repeat);
+* one has another list for longer than ``_GRACE_SECONDS``: ConfigMismatchError (a shorter time may be left from an
+  attempt that failed there and that the rank is about to repeat);
 * one does not answer for ``timeout`` seconds, or has no proposal when every call of the old communicator must be over
   (twice ``timeout``, because ranks enter a call up to ``timeout`` apart): PeerTimeoutError, which names it.
 
 Then the ranks meet in the new store, in a *corner*: a prefix that is a digest of all their nonces. Each publishes the
-name of its corner, so an attempt meets only itself. Example: rank 1 gave up and calls ``recover`` again while rank 2
-still waits in the corner of the first attempt. Rank 2 sees rank 1's new nonce, leaves that corner and agrees anew. From
-there on everything is as at ``init``: new connections, a new identity, new workspaces.
+name of its corner, so an attempt meets only itself. Example: rank 1 gives up and calls ``recover`` again while rank 2
+waits in the corner of the first attempt. Rank 2 sees rank 1's new nonce, leaves that corner and agrees anew. From there
+on everything is as at ``init`` (:mod:`moelink.control.meeting`): new connections, a new identity, new workspaces.
 
-Ranks leave a corner by its *verdict*, one key that is written once, by compare-and-set: "go" by a rank that has seen
-all in the corner, or the rank at fault by one that finds its process gone or waits in vain. If a rank is about to
-write it and finds another one, it obeys that. So either all that are in a corner go on to meet, where the meeting's
-own rules let all name the same rank, or all give up and name the rank of the verdict. Without it, a rank that gives up
-just when the others have gone on to meet would be missing there, and they would name it, or the store's host with
-whose exception the store ends. The host keeps the store for ``LINGER_SECONDS`` more, so that the others read the
-verdict. One that comes too late for that, or that a meeting fails for, looks at the proposal of the rank it would
-name: a rank that lives and has begun again is not at fault, and both agree anew.
+A corner has one *verdict*, a key that is written once, by compare-and-set: "go" by a rank that has seen all in the
+corner, or the rank at fault by one that finds its process gone or waits in vain. A rank that finds a verdict obeys it.
+So either all in a corner go on to meet, where the meeting makes all name the same rank, or all give up and name the
+rank of the verdict. Without it, a rank that gives up just when the others have gone on would be missing in the meeting,
+and they would name it, or the store's host, whose exception ends the store. The host keeps the store for
+``LINGER_SECONDS`` more, so that the others read the verdict. A rank that comes too late for that, or whose meeting
+fails, looks at the proposal of the rank it would name: a rank that lives and has begun again is not at fault, and both
+agree anew.
 
-The last exchange of a set-up may succeed on one rank and fail on another, whose peer died in the middle of it. The one
-has gone on and does not come back to the old group; the other must not take it for dead, and go on alone. So a rank
-that has a new communicator publishes that at its old probe server (:func:`go_on`), which stays a while. Who reads it
-knows that it has been left out: its error names itself, and it cannot recover any more. Whoever has gone on finds the
-rank that was left out missing in the first call.
+The last exchange of a set-up may succeed on one rank and fail on another, whose peer died in the middle of it. The
+other must not take the first for dead and go on alone. So a rank with a new communicator publishes that at its old
+probe server (:func:`go_on`), which stays a while. A rank that reads it has been left out: its error names itself, and
+it cannot recover any more. The ranks that went on miss it in their first call.
 
-Late writes of the old generation cannot reach the new one. It has other memory (a file or an allocation made after the
-agreement, which ranks outside it have never mapped), other connections, and other probe servers with other tokens. A
-rank that was stopped and continues writes into the *old* blocks, which nobody reads; their memory stays until that rank
-unmaps it. Ranks of the new generation are known by the agreement, not by their numbers.
+Late writes of the old generation cannot reach the new one, which has other memory (made after the agreement, never
+mapped by ranks outside it), other connections, and other probe servers with other tokens. A rank that was stopped and
+continues writes into the *old* blocks, which no rank reads and which stay until that rank unmaps them.
 
 Every rank of the list must call ``recover``. A rank whose list is refused, or that is in no list, keeps its old
-communicator, on which every call raises.
-
-Example: of ranks 0-3 rank 0 is killed. Ranks 1, 2, 3 call ``recover([1, 2, 3])``; rank 1 hosts the store; they become
-ranks 0, 1, 2 of 3.
+communicator, on which every call raises. Example: of ranks 0-3 rank 0 is killed. Ranks 1, 2, 3 call
+``recover([1, 2, 3])``; rank 1 hosts the store; they become ranks 0, 1, 2 of 3.
 """
 
 from __future__ import annotations
 
 import secrets
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from moelink.config import EPConfig
-from moelink.control.group import World
-from moelink.control.probe import GONE, GONE_IN_WORDS, NO_ANSWER
-from moelink.control.stores import BoundedError, peek
-from moelink.control.surroundings import Surroundings
+from moelink.control.failure_detector import FailureDetector
+from moelink.control.group import World, meet
+from moelink.control.probe import GONE, GONE_IN_WORDS, NO_ANSWER, read_proposal
+from moelink.control.stores import BoundedError, bounded, peek, reach, serve
 from moelink.errors import ArgumentError, ConfigMismatchError, PeerLostError, PeerTimeoutError
+
+T = TypeVar("T")
 
 PHASE = "recover"
 """Phase of the errors raised here; their call number is 0."""
@@ -70,11 +70,11 @@ PHASE = "recover"
 _HEAD = struct.Struct("<16sH16s?I")
 _GRACE_SECONDS = 2.0
 LINGER_SECONDS = 1.0
-"""How long a refused list stays published, so that every other rank sees it for longer than ``_GRACE_SECONDS``, and how
-long the store of a rank that gave up answers those that are about to."""
+"""Seconds that a refused list stays published, so that every other rank sees it for longer than ``_GRACE_SECONDS``,
+and that the store of a rank which gave up answers the others."""
 _PAUSE_SECONDS = 0.02
 _CALL_SPARE_SECONDS = 1.0
-"""What a call may take beyond its timeout."""
+"""Seconds of a call beyond its timeout."""
 _LAST_WORD_SECONDS = 0.5
 
 
@@ -88,9 +88,65 @@ _REASONS = ("it is stopped or unreachable", "it has not called recover", "it is 
 """Why a rank is missing, in the order in which missing ranks are named."""
 
 
+class Surroundings:
+    """The clock, probe servers and stores of ``rank`` of the old communicator, which tests simulate."""
+
+    def __init__(self, detector: FailureDetector) -> None:
+        """``detector`` is that of the old communicator."""
+        self.rank = detector.rank
+        self._detector = detector
+
+    def now(self) -> float:
+        """Return the monotonic clock."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Run ``action`` in a thread that does not keep the process alive."""
+        timer = threading.Timer(seconds, action)
+        timer.daemon = True
+        timer.start()
+
+    def show(self, proposal: bytes) -> None:
+        """Publish ``proposal`` at this rank's own probe server."""
+        self._detector.probe_server.proposal = proposal
+
+    def shown(self) -> bytes:
+        """Return the data that this rank's probe server publishes."""
+        return self._detector.probe_server.proposal
+
+    def read(self, ranks: Sequence[int]) -> dict[int, bytes | int]:
+        """Ask the probe servers of ``ranks``, all at once. Takes at most about half a second."""
+        if not ranks:
+            return {}
+        addresses = [self._detector.addresses[rank] for rank in ranks]
+        with ThreadPoolExecutor(max_workers=min(64, len(ranks))) as pool:
+            return dict(zip(ranks, pool.map(read_proposal, addresses), strict=True))
+
+    def serve(self, timeout: float) -> tuple[Any, int]:
+        """Open a store on the interface of this rank's probe server."""
+        store = serve(self._detector.addresses[self.rank].host, timeout)
+        return store, store.port
+
+    def reach(self, host: int, port: int, deadline: float, timeout: float) -> Any:
+        """Connect to the store that rank ``host`` serves."""
+        return bounded(lambda: reach(self._detector.addresses[host].host, port, deadline, timeout), deadline)
+
+    def bounded(self, call: Callable[[], T], deadline: float) -> T:
+        """Return what ``call`` returns; it runs in a thread that can be left behind."""
+        return bounded(call, deadline)
+
+    def meet(self, store: Any, rank: int, world_size: int, timeout: float, deadline: float) -> World:
+        """Meet as at ``init``. The lowest rank hosts the store."""
+        return meet(store, rank, world_size, timeout, deadline=deadline, host_rank=0)
+
+
 @dataclass(frozen=True)
 class Proposal:
-    """The data that a rank publishes to the others.
+    """The data that a rank publishes.
 
     Attributes:
         ranks: old numbers of the ranks that go on, ascending.
@@ -113,7 +169,7 @@ class Proposal:
 
     @classmethod
     def decode(cls, data: bytes) -> Proposal:
-        """Decode what :meth:`encode` returned. Raises ValueError or struct.error for anything else."""
+        """Decode the result of :meth:`encode`. Raises ValueError or struct.error for other bytes."""
         nonce, port, corner, finished, count = _HEAD.unpack_from(data)
         if len(data) != _HEAD.size + 4 * count:
             raise ValueError(f"expected {_HEAD.size + 4 * count} bytes for {count} ranks, got {len(data)}")
@@ -141,8 +197,7 @@ def check_survivors(ranks: Iterable[int], config: EPConfig) -> tuple[int, ...]:
 def config_of_survivors(config: EPConfig, survivors: Sequence[int]) -> EPConfig:
     """Return ``config`` for this rank among ``survivors``.
 
-    Sizes that depend on the number of ranks follow the new number. ``routing.ExpertMap`` spreads the experts over any
-    number of survivors. ``ranks_per_node`` becomes None: nodes of which ranks are missing have no common size.
+    ``ranks_per_node`` becomes None: nodes with missing ranks have no common size.
     """
     rank = survivors.index(config.rank)
     return replace(config, world_size=len(survivors), rank=rank, ranks_per_node=None, two_level=False)
@@ -158,7 +213,7 @@ def regroup(around: Surroundings, survivors: tuple[int, ...], timeout: float) ->
         PeerLostError: the process of a rank in the list is gone.
         PeerTimeoutError: a rank in the list does not answer for ``timeout`` seconds, or has not called recover when any
             call of the old communicator must be over; or, naming this rank, another one has gone on without it.
-        UnsupportedError: this rank's address is not there any more.
+        UnsupportedError: this machine has lost this rank's address.
     """
     store, port = around.serve(timeout) if around.rank == survivors[0] else (None, 0)
     board = _Board(around, Proposal(survivors, secrets.token_bytes(16), port))
@@ -183,7 +238,7 @@ def regroup(around: Surroundings, survivors: tuple[int, ...], timeout: float) ->
         raise
     except BaseException:
         board.withdraw()
-        if around.rank == survivors[0]:  # the others may need the store to see who is missing
+        if around.rank == survivors[0]:  # the others may need the store to find the missing rank
             around.later(LINGER_SECONDS, lambda: _hold(store))
         raise
 
@@ -193,10 +248,7 @@ def _hold(_store: Any) -> None:
 
 
 def go_on(around: Surroundings, survivors: tuple[int, ...]) -> None:
-    """Publish that this rank has a new communicator of ``survivors``, so that no rank waits for it in vain.
-
-    A rank that reads this in a recovery of its own has been left out: it raises PeerTimeoutError, which names itself.
-    """
+    """Publish that this rank has a new communicator of ``survivors``, so that no rank waits for it in vain."""
     try:
         mine = Proposal.decode(around.shown())
     except (ValueError, struct.error):
@@ -251,12 +303,12 @@ class _Board:
         return shown
 
     def has_begun_again(self, peer: int, agreed: Mapping[int, Proposal]) -> bool:
-        """Return whether ``peer`` lives and has given up the attempt of ``agreed``, so is not who is missing in it."""
+        """Return whether ``peer`` lives and has given up the attempt of ``agreed``, so is not missing in it."""
         shown = self.read().get(peer, NO_ANSWER)
         return shown == NOTHING or (isinstance(shown, Proposal) and shown.nonce != agreed[peer].nonce)
 
     def corner(self, agreed: Mapping[int, Proposal]) -> bytes:
-        """Name the corner of this attempt: a digest of all nonces, so no other attempt has the same."""
+        """Return the name of this attempt's corner: a digest of all nonces, so no other attempt has the same."""
         nonces = {self.rank: self.mine.nonce, **{rank: proposal.nonce for rank, proposal in agreed.items()}}
         text = b"".join(struct.pack("<I", rank) + nonces[rank] for rank in sorted(nonces))
         return blake2b(text, digest_size=16).digest()
@@ -276,14 +328,14 @@ def _decode(answer: bytes | int) -> Proposal | int:
     try:
         return Proposal.decode(answer) if answer else NOTHING
     except (ValueError, struct.error):
-        return NO_ANSWER  # the time-out names the rank
+        return NO_ANSWER  # the timeout names the rank
 
 
 def _agree(board: _Board, begin: float, timeout: float) -> dict[int, Proposal]:
     """Wait until all survivors propose the same ranks; return the proposals of the others.
 
-    A rank that answers may still be in a call of the old communicator, which it had begun up to ``timeout`` later than
-    this rank and which waits for ``timeout``. So that one is waited for twice as long as one that does not answer.
+    A rank that answers may be in a call of the old communicator, which it began up to ``timeout`` later than this rank
+    and which waits for ``timeout``. So it has twice as long as a rank that does not answer.
     """
     deadline, last = begin + timeout, begin + 2 * timeout + _CALL_SPARE_SECONDS
     differs: dict[int, float] = {}
@@ -307,8 +359,8 @@ def _agree(board: _Board, begin: float, timeout: float) -> dict[int, Proposal]:
         if any(now - since > _GRACE_SECONDS for since in differs.values()) or (lists and now > deadline):
             raise _mismatch({board.rank: board.mine.ranks, **lists})
         if now > last or (now > deadline and NO_ANSWER in shown.values()):
-            # A rank whose proposal has been seen, and is gone now, gave up a moment ago because of a rank that is
-            # missing here, too: name a rank that was never seen before it.
+            # A rank that has withdrawn its proposal gave up a moment ago, because of a rank that is also missing here:
+            # name a rank without any proposal first.
             peer = min(board.others, key=lambda rank: (_reason(shown[rank]), rank in seen))
             raise _late(board.rank, peer, _REASONS[_reason(shown[peer])])
         board.around.sleep(_PAUSE_SECONDS)
@@ -320,7 +372,7 @@ def _reason(shown: Proposal | int) -> int:
 
 
 def _all_arrived(board: _Board, agreed: Mapping[int, Proposal], corner: Any, deadline: float) -> bool:
-    """Wait until all survivors are in ``corner``: True; False when one of them has begun again with another nonce.
+    """Wait until all survivors are in ``corner``: True; False if one of them has begun again with another nonce.
 
     Raises:
         PeerTimeoutError: the verdict of the corner, the same on every rank that reads it.
@@ -364,9 +416,9 @@ def _end_of(error: PeerTimeoutError) -> bytes:
 
 
 def _heed(board: _Board, verdict: bytes) -> bool:
-    """Do as the verdict of a corner says: return True to meet there, or raise its error.
+    """Obey the verdict of a corner: return True to meet there, or raise its error.
 
-    False for one that names this rank: the others wait for it in vain here, and it agrees with them anew.
+    False for a verdict that names this rank: the others wait for it in vain here, and it agrees with them anew.
     """
     if verdict == _GO:
         return True
@@ -380,7 +432,7 @@ def _heed(board: _Board, verdict: bytes) -> bool:
 
 
 def _bounded_arrival(board: _Board, agreed: Mapping[int, Proposal], corner: Any, deadline: float) -> bool:
-    """Do as :func:`_all_arrived`, also when the store's host is stopped, which keeps torch's client waiting."""
+    """Call :func:`_all_arrived`; bounded also if the store's host is stopped, which keeps torch's client waiting."""
     try:
         return board.around.bounded(
             lambda: _all_arrived(board, agreed, corner, deadline), deadline + _LAST_WORD_SECONDS
@@ -393,7 +445,7 @@ def _bounded_arrival(board: _Board, agreed: Mapping[int, Proposal], corner: Any,
 def named_as_before(around: Surroundings | None, survivors: Sequence[int]) -> Iterator[None]:
     """Translate a PeerTimeoutError of the block, in which survivors meet, to the old numbers of the ranks.
 
-    Where the error names no rank, the old probe servers are asked for one that does not answer.
+    If the error names no rank, it names one whose old probe server does not answer.
     """
     try:
         yield

@@ -1,24 +1,24 @@
 """Answer probes for a rank from a process of its own, which the rank's interpreter cannot hold up.
 
-A thread of the rank would answer only when it gets the interpreter's lock, so a rank in one long call of C code, or in
-a loop of pure Python, would look stopped. This file is the program of a small process beside each rank. It imports the
-standard library only, and moelink's :class:`~moelink.control.probe.ProbeServer` starts it. What both share:
+A thread of the rank would answer only when it gets the interpreter's lock, so a rank in a long call of C code, or in a
+loop of pure Python, would look stopped. This file is the program of a small process beside each rank. It imports the
+standard library only, and :class:`~moelink.control.probe.ProbeServer` starts it. Both share:
 
 * a block of shared memory without a name (:class:`Blackboard`): the rank writes its progress and its proposal, this
   process writes the first failure that a peer reports. Each word has one writer;
-* the listening socket, which this process alone keeps, so the port closes when it ends;
+* the listening socket, which only this process keeps, so the port closes when it ends;
 * a pipe whose writing end the rank holds.
 
-How it tells the states of the rank apart, before every answer:
+States of the rank, before every answer:
 
-* *dead*: the pipe is at its end, or the kernel's handle of the process says that it has ended, or the kernel is taking
-  it down (flag PF_EXITING). Then this process ends at once, with all connections. A handle of the process is needed
-  beside the pipe because children that the rank has forked may hold the pipe open.
+* *dead*: the pipe is at its end, or the kernel's handle of the process says that it has ended (children that the rank
+  has forked may hold the pipe open), or the kernel is taking it down (flag PF_EXITING). Then this process ends at once,
+  with all connections.
 * *stopped*: the kernel says so twice, 30 ms apart, because a profiler stops a process for less. The answer is STOPPED.
-* anything else, busy or idle: the answer is the rank's progress.
+* busy or idle: the answer is the rank's progress.
 
-One loop serves all connections and waits for none of them. A client that says nothing is dropped after two seconds, and
-the oldest one earlier when there are too many.
+One loop serves all connections and waits for none. It drops a client that says nothing after two seconds, and the
+oldest one earlier if there are too many.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _PF_EXITING = 0x4
 
 
 def proof_of(token: bytes) -> bytes:
-    """Return the bytes with which the answers of the server with this token begin. They do not tell the token."""
+    """Return the first bytes of each answer of the server with this token. They do not reveal the token."""
     return blake2b(token, digest_size=PROOF_BYTES, person=b"moelink-answer").digest()
 
 
@@ -83,7 +83,7 @@ class Blackboard:
 
     @property
     def token(self) -> bytes:
-        """What a client must begin with."""
+        """The first bytes of each request."""
         return bytes(self._memory[8 * _TOKEN : 8 * _TOKEN + TOKEN_BYTES])
 
     @token.setter
@@ -92,7 +92,7 @@ class Blackboard:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are, 0 if that is not known."""
+        """Number of ranks, 0 if that is not known."""
         return int(self.words[_WORLD_SIZE])
 
     @world_size.setter
@@ -101,14 +101,14 @@ class Blackboard:
 
     @property
     def proposal(self) -> bytes:
-        """What peers read in a recovery."""
+        """The proposal that peers read in a recovery."""
         slot = self.words[_SLOT]
         begin = 8 * _WORDS + slot * MAX_PROPOSAL
         return bytes(self._memory[begin : begin + self.words[_SIZES + slot]])
 
     @proposal.setter
     def proposal(self, data: bytes) -> None:
-        slot = 1 - self.words[_SLOT]  # the other half, so that nobody reads what is half written
+        slot = 1 - self.words[_SLOT]  # the half that is not read
         begin = 8 * _WORDS + slot * MAX_PROPOSAL
         self._memory[begin : begin + len(data)] = data
         self.words[_SIZES + slot] = len(data)
@@ -120,7 +120,7 @@ class Blackboard:
         return tuple(self.words[_FAILURE : _FAILURE + 5]) if self.words[_FAILED] else None
 
     def report(self, failure: tuple[int, ...]) -> None:
-        """Keep ``failure`` if it is the first, and possible."""
+        """Keep ``failure`` if it is the first, and plausible."""
         peer, phase, call, expected, got = failure
         known = -1 <= peer < (self.world_size or _LARGEST_WORLD) and 0 <= phase < NUM_PHASES
         if not self.words[_FAILED] and known and min(call, expected) >= 0 and got >= _LEAST_GOT:
@@ -139,7 +139,7 @@ class Owner:
         if hasattr(os, "pidfd_open"):
             self.handles.append(os.pidfd_open(pid))
         if os.path.exists(f"/proc/{pid}/stat"):
-            self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # of this process, whoever gets its number later
+            self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY)  # of this process, and of no later one
         if os.getppid() != pid:
             sys.exit()
 
@@ -164,7 +164,7 @@ class Client:
         self.received, self.unsent = b"", b""
 
     def request(self, token: bytes) -> bytes | None:
-        """Return the kind of the request once it is complete, b"" before that, None if it is none."""
+        """Return the kind of the request once it is complete, b"" before that, None if it is malformed."""
         data = self.received
         if len(data) <= TOKEN_BYTES:
             return b""
@@ -219,7 +219,7 @@ class Responder:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return  # nobody is waiting any more
+                return  # no client is waiting
             connection.setblocking(False)
             if len(self._clients) >= self._most:
                 self._drop(next(iter(self._clients.values())))
@@ -227,7 +227,7 @@ class Responder:
             self._events.register(connection, selectors.EVENT_READ)
 
     def _serve(self, client: Client, event: int) -> bool:
-        """Go on with one client. False if the rank's process has ended."""
+        """Serve one client. False if the rank's process has ended."""
         if event & selectors.EVENT_WRITE:
             self._send(client)
             return True
@@ -287,7 +287,7 @@ class Responder:
 def main(listener: int, memory: int, pipe: int, owner: int) -> None:
     """Serve the rank of process ``owner``, over these file descriptors."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGTSTP", "SIGPIPE"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)  # meant for the rank, whose end ends this process, too
+        signal.signal(getattr(signal, name), signal.SIG_IGN)  # meant for the rank, whose end also ends this process
     Responder(socket.socket(fileno=listener), Blackboard(memory), Owner(owner, pipe)).run()
 
 

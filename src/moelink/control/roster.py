@@ -1,6 +1,6 @@
-"""Say who meets at ``init``: what each rank shows of itself, and the list of all of them that rank 0 writes.
+"""Encode the entries of a meeting: one of each rank, and the roster of all that rank 0 writes.
 
-Nothing that is read here is trusted: a malformed entry is no entry.
+Decoding trusts nothing: a malformed entry is None, a malformed roster is empty.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hashlib import blake2b
 from moelink.control.probe import Address
 
 WAITING, ENTERED, LEFT = b"W", b"E", b"L"
-"""States of an entry: the rank waits for the others, it sets up with them, it has given up."""
+"""States of an entry: the rank waits for the others, sets up with them, has given up."""
 
 NONCE_BYTES = 16
 _FLAG = 1 + NONCE_BYTES
@@ -24,7 +24,7 @@ _MARK = 0xFFFF, b"gave up:"
 
 @dataclass(frozen=True)
 class Entry:
-    """The data that one rank shows in a meeting. ``has_group``: it has torch's default group already."""
+    """The data that one rank shows in a meeting. ``has_group``: it has torch's default group."""
 
     state: bytes
     nonce: bytes
@@ -37,7 +37,7 @@ class Entry:
 
     @classmethod
     def decode(cls, data: bytes) -> Entry | None:
-        """Decode what :meth:`encode` returned; None for anything else."""
+        """Decode the result of :meth:`encode`; None for other bytes."""
         if data[:1] not in (WAITING, ENTERED, LEFT):
             return None
         try:
@@ -55,7 +55,7 @@ def encode_roster(entries: Sequence[Entry]) -> bytes:
 
 
 def decode_roster(data: bytes) -> list[Entry]:
-    """Decode what :func:`encode_roster` returned; empty for anything else."""
+    """Decode the result of :func:`encode_roster`; empty for other bytes."""
     entries: list[Entry] = []
     while data:
         if len(data) < 2:
@@ -70,12 +70,12 @@ def decode_roster(data: bytes) -> list[Entry]:
 
 
 def encode_end(nonces: Sequence[bytes], news: bytes) -> bytes:
-    """Encode why there is no roster, for the ranks that have these nonces."""
+    """Encode the reason for a missing roster, ``news``, for the ranks with these nonces."""
     return _END.pack(*_MARK, len(nonces)) + b"".join(nonces) + news
 
 
 def news_for(nonce: bytes, data: bytes) -> bytes:
-    """Return the news that :func:`encode_end` was given, if they are for ``nonce``; empty for anything else.
+    """Return the news of an :func:`encode_end` for ``nonce``; empty for other bytes.
 
     >>> news_for(b"b" * 16, encode_end([b"a" * 16, b"b" * 16], b"why"))
     b'why'

@@ -1,7 +1,7 @@
 """Open the stores in which ranks meet, and use a store without waiting in it.
 
-A call of torch's store client may wait longer than its timeout when the store's host is stopped or unreachable. So
-whoever must not wait makes such calls through :func:`bounded`, in a thread that can be left behind.
+A call of torch's store client may wait longer than its timeout if the store's host is stopped or unreachable.
+:func:`bounded` makes it in a thread that can be left behind.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from moelink import env
-from moelink.control.limits import is_own
-from moelink.control.threads import start_daemon
+from moelink.control.process import is_own, start_daemon
 from moelink.errors import ConfigError, UnsupportedError
 
 T = TypeVar("T")
@@ -26,7 +25,7 @@ T = TypeVar("T")
 _ABSENT = b"?"
 _SMALLEST = timedelta(milliseconds=50)
 _CONNECT_SECONDS, _PAUSE_SECONDS = 1.0, 0.05
-"""How long one try to connect takes at most, and how long until the next."""
+"""Most seconds of one try to connect, and the pause before the next."""
 
 
 class BoundedError(Exception):
@@ -34,7 +33,7 @@ class BoundedError(Exception):
 
 
 def bounded(call: Callable[[], T], deadline: float) -> T:
-    """Return what ``call`` returns, or raise what it raises, by ``deadline`` of the monotonic clock.
+    """Return the result of ``call``, or raise its exception, by ``deadline`` of the monotonic clock.
 
     Raises:
         BoundedError: the call had not returned. Its thread is left behind, and ends when the call does.
@@ -67,7 +66,7 @@ def listen(host: str, backlog: int) -> socket.socket:
     """Listen on a free port of ``host``'s interface, and of no other.
 
     Raises:
-        UnsupportedError: ``host`` is no address of this machine, or not any more.
+        UnsupportedError: ``host`` is no address of this machine.
         OSError: this process has too many files open.
     """
     try:
@@ -93,12 +92,12 @@ def serve(host: str, timeout: float) -> Any:
 
 
 def reach(host: str, port: int, deadline: float, timeout: float) -> Any:
-    """Connect to a store by ``deadline``; its own calls wait ``timeout`` seconds then.
+    """Connect to a store by ``deadline``; after that its calls wait ``timeout`` seconds.
 
-    Waits for the port in Python. torch would do so in C++, where it could not be left behind when the program ends.
+    Waits for the port in Python. torch would wait in C++, where it could not be left behind when the program ends.
 
     Raises:
-        RuntimeError: nothing listened at the port, or ``host`` did not resolve; it says which.
+        RuntimeError: nothing listened at the port, or ``host`` did not resolve.
     """
     _await_port(host, port, deadline)
     left = max(timedelta(seconds=deadline - time.monotonic()), _SMALLEST)
@@ -131,7 +130,7 @@ class LauncherStore:
     """The store that torchrun's variables name: rank 0 hosts it, or (``TORCHELASTIC_USE_AGENT_STORE``) the launcher.
 
     Attributes:
-        rank, world_size: of this process, as the launcher says.
+        rank, world_size: of this process.
         host_rank: the rank that hosts the store, or -1.
     """
 
@@ -158,11 +157,11 @@ class LauncherStore:
 
     @staticmethod
     def is_named(environ: Mapping[str, str] = os.environ) -> bool:
-        """Return True if all variables are there. A default group that the caller made needs none of them."""
+        """Return True if all variables are set. A default group that the caller made needs none of them."""
         return all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
     def open(self, deadline: float, timeout: float) -> Any:
-        """Connect, or serve on the host's rank, which shares what this process serves at that port already.
+        """Connect, or serve on the host's rank, which shares a store that this process serves at that port.
 
         Raises:
             RuntimeError: nothing listened at the port by ``deadline``, or the host's name does not resolve.
@@ -179,7 +178,7 @@ class LauncherStore:
         )  # fmt: skip
 
     def root_of(self, store: Any) -> Any:
-        """Return the launcher's own store where ``store``, a default group's, is a prefix of it; else None."""
+        """Return the launcher's own store if ``store``, a default group's, is a prefix of it; else None."""
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         if isinstance(store, dist.TCPStore) and (store.host, store.port) == (self.host, self.port):  # type: ignore[attr-defined]

@@ -27,10 +27,10 @@ def gather_values(value: Any, peers: Peers | dist.ProcessGroup | None = None) ->
     Args:
         value: None, bool, int, float, str, bytes, and lists, tuples and dicts with text keys of these. Tuples arrive as
             lists.
-        peers: the ranks, and how long one is waited for; of a group alone as :class:`~moelink.control.exchange.Peers`.
+        peers: the ranks and their time; a group is :class:`~moelink.control.exchange.Peers` with the default time.
 
     Raises:
-        TypeError: the value holds something else; before any communication.
+        TypeError: the value has another type; before any communication.
         UnsupportedError: a rank's text is longer than ``MAX_VALUE_BYTES``; on every rank.
         ProtocolError: a peer's text is malformed; it names the peer.
         PeerTimeoutError: a rank did not come in time, or (PeerLostError) its process is gone.
@@ -55,7 +55,7 @@ def gather_values(value: Any, peers: Peers | dist.ProcessGroup | None = None) ->
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """The CPU where the group has a backend for it, else this process's CUDA device (a group of NCCL alone)."""
+    """Return the CPU if the group has a backend for it, else this process's CUDA device (a group of NCCL alone)."""
     backends = dist.get_backend_config(group)
     if "cuda" in backends and "cpu" not in backends:
         return torch.device("cuda", torch.cuda.current_device())

@@ -20,13 +20,13 @@ from moelink.config import EPConfig
 from moelink.control.group import World, meet_again
 from moelink.control.recovery import (
     LINGER_SECONDS,
+    Surroundings,
     check_survivors,
     config_of_survivors,
     go_on,
     named_as_before,
     regroup,
 )
-from moelink.control.surroundings import ProcessSurroundings
 from moelink.errors import ClosedError, PeerTimeoutError
 from moelink.ops.context import OperatorContext
 from moelink.transports.base import Traffic
@@ -97,7 +97,7 @@ class Lanes:
         survivors = check_survivors(ranks, own)
         config = config_of_survivors(own, survivors)
         world = World(rank=0, world_size=1)
-        around = ProcessSurroundings(detector) if detector is not None else None
+        around = Surroundings(detector) if detector is not None else None
         if around is not None and detector is not None:
             if detector.left_out is not None:
                 raise detector.left_out

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moelink
-from moelink.control.gloo import await_release
+from moelink.control.process import await_release
 from moelink.errors import ConfigError
 from moelink.output import DispatchOutput
 from moelink.routing import ExpertMap

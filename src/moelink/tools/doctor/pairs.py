@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from moelink.control.gloo import await_release
+from moelink.control.process import await_release
 
 PINGS = 20
 REPEATS = 3

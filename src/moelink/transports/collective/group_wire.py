@@ -42,10 +42,9 @@ import torch
 from torch import Tensor
 
 from moelink.control.failure_detector import FailureDetector
-from moelink.control.gloo import await_release
 from moelink.control.group import World, release
 from moelink.control.probe import Failure
-from moelink.control.threads import start_daemon
+from moelink.control.process import await_release, start_daemon
 from moelink.errors import PeerAbortedError, PeerError, PeerTimeoutError, ProtocolError
 from moelink.transports.base import Phase
 from moelink.transports.collective.background import Background, BackgroundCall
