@@ -35,30 +35,27 @@ class _Combine:
     places: list[dict[Origin, int]]
 
     def row(self, rank: int, origin: Origin) -> Tensor | None:
-        """[hidden_size] expert output on ``rank`` of ``origin``, or None when that row is not there."""
+        """Return the expert output [hidden_size] on ``rank`` of ``origin``, or None without such a row."""
         place = self.places[rank].get(origin)
         return None if place is None else self.ys[rank][place]
 
     def travelled(self, row: Tensor) -> Tensor:
-        """[hidden_size] ``row`` as it arrives: fp32 after a round trip through the combine format, or as it is without
-        one."""
+        """Return ``row`` [hidden_size] after its way home: an fp32 round trip through the combine format, if any."""
         name = self.config.combine_format
         if name is None:
             return row
         return reference_dequantize(name, *reference_quantize(name, row.to(torch.float32)[None]))[0]
 
     def sent(self, total: Tensor) -> Tensor:
-        """[hidden_size] a sum in the accumulate dtype as it arrives: rounded to ``combine_dtype``, or after a round
-        trip through the combine format."""
+        """Return a sum [hidden_size] in the accumulate dtype after its way: rounded to ``combine_dtype``, or to the
+        combine format."""
         if self.config.combine_format is None:
             return total.to(self.config.combine_dtype).to(total.dtype)
         return self.travelled(total)
 
     def add(self, total: Tensor, rank: int, origin: Origin, *, weighted: bool, travels: bool = False) -> Tensor:
-        """``total`` plus the row: the product rounded, then the sum. Unchanged when the row is not there.
-
-        ``travels``: the row crosses before it is weighted.
-        """
+        """Return ``total`` plus the row, if it exists: the product rounded, then the sum. ``travels``: the row travels
+        before it is weighted."""
         row = self.row(rank, origin)
         if row is None:
             return total
@@ -78,7 +75,7 @@ class _Combine:
         return None if travelled is None else travelled[self.places[rank][origin]]
 
     def _rank_row(self, home: int, token: int, owners: list[int], rank: int, like: Tensor) -> Tensor:
-        """What ``rank`` sends of a token, as it arrives; zeros where it has no row of it."""
+        """Return the row that ``rank`` sends of a token, after its way; zeros without one."""
         total = torch.zeros_like(like)
         if self.config.layout == "rank":
             return self.add(total, rank, (home, token, -1), weighted=False, travels=True)
@@ -88,8 +85,8 @@ class _Combine:
         return self.sent(total)
 
     def _levels_sum(self, total: Tensor, home: int, rows: list[Tensor]) -> Tensor:
-        """``total`` plus the ``rows`` of all ranks, nodes ascending: of the own node one by one, of another its sum, as
-        it arrives."""
+        """Return ``total`` plus the ``rows`` of all ranks, nodes ascending: those of the own node one by one, those of
+        another node as one sum."""
         size = self.config.ranks_per_node or self.config.world_size
         for first in range(0, self.config.world_size, size):
             if first <= home < first + size:
@@ -103,9 +100,9 @@ class _Combine:
         return total
 
     def token_sum(self, home: int, token: int, owners: list[int]) -> Tensor:
-        """[hidden_size] sum in the accumulate dtype, before the final rounding and without ``shared=``.
+        """Return the sum [hidden_size] in the accumulate dtype, before the final rounding and without ``shared=``.
 
-        ``owners`` [topk] is the rank that owns each slot's expert, -1 where there is none.
+        ``owners`` [topk] is the rank that owns each slot's expert, -1 for none.
         """
         config = self.config
         total = torch.zeros(config.hidden_size, dtype=accumulate_dtype(config), device=self.ys[home].device)
@@ -124,13 +121,13 @@ class _Combine:
 
 
 def _places(rows: ReferenceRows) -> dict[Origin, int]:
-    """Row number of every origin; padding rows have none."""
+    """Return the row number of every origin; padding rows have none."""
     origins = rows.src_info.reshape(-1, 3)[: rows.num_rows].tolist()
     return {(source, token, slot): row for row, (source, token, slot) in enumerate(origins) if source >= 0}
 
 
 def _check(config: EPConfig, rows: Sequence[ReferenceRows], home_weights: object, reduce: bool, shared: object) -> None:
-    """Refuse what moelink refuses, so that a test cannot ask the oracle for something undefined."""
+    """Refuse calls that moelink refuses, whose results are undefined."""
     if home_weights is not None:
         if config.pre_reduce:
             raise ValueError("home_weights: expected None with pre_reduce=True, got weights; pass them to dispatch")
@@ -162,29 +159,27 @@ def reference_combine(
     """Combine of all ranks. Every sequence has one entry per rank. Sums are fp32 (fp64 when combine_dtype is).
 
     * ``pre_reduce``: per owning rank, ``acc = 0; acc += round(w * y)`` over its slots, ascending; ``acc`` is rounded
-      to ``combine_dtype``; those are summed in fp32 over ranks, ascending.
-    * otherwise (and always in allreduce mode, over this rank's slots only): ``acc += round(w * y)`` over slots.
+      to ``combine_dtype``; these sums are summed in fp32 over ranks, ascending.
+    * without ``pre_reduce`` (and in allreduce mode, over this rank's slots only): ``acc += round(w * y)`` over slots.
     * layout "rank": rows, already weighted, summed over ranks, ascending.
-    * ``two_level`` (with ``pre_reduce`` or layout "rank"): the same rows of each rank. On every other node than the
-      home's they are summed in fp32 over its ranks, ascending, and rounded to ``combine_dtype`` once. Home adds in
-      fp32, nodes ascending, those node sums, and in place of its own node's the rows of its ranks, one by one.
+    * ``two_level`` (with ``pre_reduce`` or layout "rank"): the same rows of each rank. Each node except home's sums
+      them in fp32 over its ranks, ascending, and rounds to ``combine_dtype`` once. Home adds in fp32, nodes ascending,
+      the node sums, and for its own node the rows of its ranks, one by one.
 
-    With ``combine_format`` a sum of a rank, or a row that is not pre-reduced, is encoded and decoded instead of rounded
-    to ``combine_dtype``; all of them are, those of the home rank and the sums of nodes too.
-
-    Then the shared row (fused, or of ``shared``) is added in fp32, and the sum is rounded once. A row that did not
-    fit ``capacity``, or ``rows_per_expert``, adds nothing. Without weights rows are summed as they are.
+    With ``combine_format`` every sum of a rank or node, or row that is not pre-reduced, is encoded and decoded instead
+    of rounded to ``combine_dtype``, also on the home rank. Then the shared row (fused, or of ``shared``) is added in
+    fp32, and the sum is rounded once. A row that did not fit ``capacity``, or ``rows_per_expert``, adds nothing.
 
     Args:
         config: read for its plain fields only.
         ys: [rows, hidden_size] expert outputs, of layout "masked" [num_groups, rows_per_expert, hidden_size]; row i
             belongs to row i of ``rows[rank]``.
-        rows: what ``reference_dispatch`` returned (weights that travelled are in it).
+        rows: the result of ``reference_dispatch``, with weights that travelled.
         topk_ids: [T, topk] of each home rank, as in dispatch.
-        topk_weights_home: [T, topk] weights when they were not given to dispatch (``pre_reduce=False`` only).
-        reduce: False returns the rows as they are, by slot.
+        topk_weights_home: [T, topk] weights if dispatch had none (``pre_reduce=False`` only).
+        reduce: False returns the rows by slot, without a sum.
         shared: [T, hidden_size] to add, or None.
-        weigh: False sums rows as they are, though weights travelled.
+        weigh: False sums rows without the weights that travelled.
 
     Returns:
         Per rank [T, hidden_size] of ``combine_dtype``; with ``reduce=False`` [T, topk, hidden_size], zero for slots

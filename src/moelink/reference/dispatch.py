@@ -1,4 +1,4 @@
-"""The oracle's dispatch: which row goes where, by loops in the order that the rows come out."""
+"""The oracle's dispatch: the place of each row, by loops in the order of the output."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ if TYPE_CHECKING:
     from moelink.config import EPConfig
 
 Origin = tuple[int, int, int]
-"""Where a row comes from: (source rank, source token, top-k slot); slot -1 for shared rows and layout "rank"."""
+"""Origin of a row: (source rank, source token, top-k slot); slot -1 for shared rows and layout "rank"."""
 
 
 @dataclass(frozen=True)
 class ReferenceRows:
-    """What dispatch must return on one rank. Rows at ``num_rows`` and beyond are zero (src_info -1), not defined.
+    """The required result of dispatch on one rank. Rows from ``num_rows`` on are zero (src_info -1), not defined.
 
     ``rows`` is the capacity, or the worst case. For layout "masked" ``[rows, ...]`` is ``[num_groups, rows_per_expert,
     ...]``. There ``num_rows`` counts all of these rows; the first ``num_recv_per_expert[e]`` of group e are defined.
-
-    With ``zero_copy`` it is ``[world_size, max_tokens, ...]``, and the first rows of group s are those of source rank
-    s; the others have src_info -1.
+    With ``zero_copy`` it is ``[world_size, max_tokens, ...]``: the first rows of group s are of source rank s; others
+    have src_info -1.
 
     Attributes:
         tokens: [rows, width] of the payload dtype.
@@ -41,11 +40,11 @@ class ReferenceRows:
         weights: [rows] fp32 (fp64 when combine_dtype is), 1 on shared rows; None for layout "rank" or without weights.
         num_recv_tokens: [] int32, routed rows present.
         overflow: [] int32, routed and shared rows that did not fit; padding is not counted.
-        topk_ids: layout "rank": [rows, topk] int32 local ids (``global_ids``: ids over all ranks), -1 elsewhere, and
-            on all rows past ``num_rows``; else None.
-        topk_weights: layout "rank": [rows, topk] weights, 0 where the id is -1; else None.
+        topk_ids: layout "rank": [rows, topk] int32 local ids (``global_ids``: ids over all ranks), -1 for other ranks'
+            experts and on rows past ``num_rows``; else None.
+        topk_weights: layout "rank": [rows, topk] weights, 0 for ids -1; else None.
         num_rows: rows that are defined, padding inside groups included (``row_offsets[-1]``).
-        input_scales: [world_size] fp32, the global input scale that each source rank used (1 where it gave none).
+        input_scales: [world_size] fp32, the global input scale of each source rank (1 for None).
         num_recv_per_expert: [num_local_experts] int32, routed rows present of each local expert; layout "rank": the
             (row, slot) pairs that name it.
     """
@@ -77,7 +76,7 @@ class _Row:
 
 
 def expert_owners(config: EPConfig) -> list[int]:
-    """Owner rank of every expert: 7 experts on 3 ranks -> [0, 0, 0, 1, 1, 2, 2]."""
+    """Return the owner rank of every expert: 7 experts on 3 ranks -> [0, 0, 0, 1, 1, 2, 2]."""
     owners: list[int] = []
     for rank in range(config.world_size):
         owners += [rank] * (config.num_experts // config.world_size + (rank < config.num_experts % config.world_size))
@@ -85,23 +84,23 @@ def expert_owners(config: EPConfig) -> list[int]:
 
 
 def slot_owners(config: EPConfig, ids: Tensor) -> list[list[int]]:
-    """[T][topk] owner rank of every slot of ``ids`` [T, topk]; -1 where the id is outside [0, num_experts)."""
+    """Return the owner rank [T][topk] of every slot of ``ids`` [T, topk]; -1 for ids outside [0, num_experts)."""
     owners = expert_owners(config)
     return [[owners[e] if 0 <= e < len(owners) else -1 for e in token] for token in ids.tolist()]
 
 
 def accumulate_dtype(config: EPConfig) -> torch.dtype:
-    """dtype of sums and of router weights."""
+    """Return the dtype of sums and of router weights."""
     return torch.float64 if config.combine_dtype == torch.float64 else torch.float32
 
 
 def _sources(config: EPConfig, rank: int) -> range:
-    """Ranks whose tokens ``rank`` receives, ascending: all, or (allreduce) only itself."""
+    """Return the ranks whose tokens ``rank`` receives, ascending: all, or (allreduce) only itself."""
     return range(rank, rank + 1) if config.mode == "allreduce" else range(config.world_size)
 
 
 def shared_tokens(config: EPConfig, num_tokens: int, rank: int) -> list[int]:
-    """Tokens of the fused shared expert's group on ``rank``: all own ones, or (allreduce) this rank's slice."""
+    """Return the tokens of the fused shared expert's group on ``rank``: all own ones, or (allreduce) its slice."""
     if config.mode != "allreduce":
         return list(range(num_tokens))
     share: list[list[int]] = []
@@ -112,7 +111,7 @@ def shared_tokens(config: EPConfig, num_tokens: int, rank: int) -> list[int]:
 
 
 def _groups(config: EPConfig, topk_ids: Sequence[Tensor], rank: int) -> list[list[Origin]]:
-    """Real rows of every group of ``rank``, in final order."""
+    """Return the real rows of every group of ``rank``, in final order."""
     if config.layout == "rank":
         arrivals: list[list[Origin]] = [[] for _ in range(config.world_size)]
         for source in _sources(config, rank):
@@ -134,28 +133,28 @@ def _groups(config: EPConfig, topk_ids: Sequence[Tensor], rank: int) -> list[lis
 
 
 def _is_by_group(config: EPConfig) -> bool:
-    """Whether every group has the same number of rows, however many are in it."""
+    """Return whether every group has room for the same number of rows."""
     return config.layout == "masked" or config.zero_copy
 
 
 def _row_alignment(config: EPConfig) -> int:
-    """Group sizes are multiples of this."""
+    """Return the divisor of group sizes."""
     if config.layout != "expert":
         return 1
     return math.lcm(config.expert_alignment, format_facts(config.dispatch_format).row_multiple)
 
 
 def _row_capacity(config: EPConfig, rank: int, max_tokens: int | None) -> int:
-    """Rows of the output: when every token that can arrive, ``max_tokens`` of each source, names only experts of
-    ``rank``; ``capacity`` where there is one, which a smaller such number limits further. Layout "masked": rows of each
-    expert, when every slot that can arrive names the same one, up to a whole number of what its scales need. With
-    ``zero_copy`` rows of each source, when it sends all its tokens here."""
+    """Return the rows of the output: the worst case, in which all tokens, ``max_tokens`` of each source, name experts
+    of ``rank`` only, or a smaller ``capacity``. Layout "masked": rows of each expert, if all slots name the same one,
+    rounded up for its scales. With ``zero_copy``: rows of each source."""
+    tokens = config.max_tokens_per_rank if max_tokens is None else max_tokens
     if config.zero_copy:
-        return config.max_tokens_per_rank if max_tokens is None else max_tokens
+        return tokens
+    arriving = len(_sources(config, rank)) * tokens
     if config.layout == "masked":
         facts = format_facts(config.dispatch_format)
-        tokens = config.max_tokens_per_rank if max_tokens is None else max_tokens
-        most = len(_sources(config, rank)) * tokens * config.topk
+        most = arriving * config.topk
         while most % (128 if facts.scale_layout == "tiles" else facts.row_multiple):
             most += 1
         if config.rows_per_expert is None:
@@ -163,8 +162,6 @@ def _row_capacity(config: EPConfig, rank: int, max_tokens: int | None) -> int:
         return config.rows_per_expert if max_tokens is None else min(most, config.rows_per_expert)
     if config.capacity is not None and max_tokens is None:
         return config.capacity
-    tokens = config.max_tokens_per_rank if max_tokens is None else max_tokens
-    arriving = len(_sources(config, rank)) * tokens
     routed = arriving if config.layout == "rank" else arriving * config.topk
     shared = len(shared_tokens(config, tokens, 0)) if config.fused_shared_expert else 0
     groups = min(expert_owners(config).count(rank), routed) + (shared > 0)
@@ -173,7 +170,7 @@ def _row_capacity(config: EPConfig, rank: int, max_tokens: int | None) -> int:
 
 
 def _place(groups: list[list[Origin]], alignment: int) -> tuple[list[_Row], list[int]]:
-    """Rows numbered from 0, each group rounded up to ``alignment``; and the exclusive starts of the groups."""
+    """Return rows numbered from 0, each group rounded up to ``alignment``, and the exclusive starts of the groups."""
     rows: list[_Row] = []
     offsets = [0]
     for group, origins in enumerate(groups):
@@ -186,77 +183,71 @@ def _place(groups: list[list[Origin]], alignment: int) -> tuple[list[_Row], list
 
 
 def _place_by_group(groups: list[list[Origin]], size: int) -> tuple[list[_Row], list[int]]:
-    """The same with groups of ``size`` rows each; a group's rows past them are numbered as if it went on."""
+    """Return the same for groups of ``size`` rows; further rows of a group have the numbers behind it."""
     rows = [_Row(g * size + i, g, i, origin) for g, origins in enumerate(groups) for i, origin in enumerate(origins)]
     return rows, [group * size for group in range(len(groups) + 1)]
 
 
 def _first_blocks(offsets: Sequence[int]) -> list[int]:
-    """First 128-row block of every group, and the number of blocks: offsets 0, 100, 300, 400 -> [0, 1, 3, 4]."""
+    """Return the first 128-row block of each group, and the number of blocks: 0, 100, 300, 400 -> [0, 1, 3, 4]."""
     blocks = [0]
     for start, end in zip(offsets[:-1], offsets[1:], strict=True):
         blocks.append(blocks[-1] + math.ceil((end - start) / 128))
     return blocks
 
 
-def _tile(blocks: Sequence[int], group: int, inner: int) -> tuple[int, slice, int, int]:
-    """Index of the scales of row ``inner`` of ``group``: [ceil(n / 4), 4] of the rank-5 tensor."""
-    return blocks[group] + inner // 128, slice(None), inner % 32, inner % 128 // 32
+def _scales_at(stored: Tensor, layout: str, blocks: Sequence[int] | None, group: int, inner: int, row: int) -> Tensor:
+    """View the scales of ``row``, row ``inner`` of ``group``: [n], or for tiles [ceil(n / 4), 4].
+
+    ``blocks``: :func:`_first_blocks`; None: each group has a tensor of its own.
+    """
+    into, number, first = (stored[group], inner, 0) if blocks is None else (stored, row, blocks[group])
+    if layout == "row_major":
+        return into[number]
+    return into[:, number] if layout == "transposed" else into[first + inner // 128, :, inner % 32, inner % 128 // 32]
 
 
 def _scale_layout(config: EPConfig) -> str:
-    """The format's layout, or row-major for layout "rank"."""
+    """Return the format's layout, or row-major for layout "rank"."""
     layout = format_facts(config.dispatch_format).scale_layout
     return "row_major" if config.layout == "rank" and layout != "none" else layout
 
 
 def _copyable(x: Tensor) -> Tensor:
-    """``x`` in a dtype that can be copied and indexed everywhere: 1-byte floats as their bits."""
+    """Return ``x`` in a dtype that every torch copies and indexes: 1-byte floats as their bits."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _lay_out_scales(
-    config: EPConfig,
-    rows: list[_Row],
-    offsets: list[int],
-    capacity: int,
-    scales: Sequence[Tensor],
-    device: torch.device,
+    config: EPConfig, rows: list[_Row], offsets: list[int], size: int, scales: Sequence[Tensor], device: torch.device
 ) -> Tensor:
-    """The scale tensor of one rank from the row-major scales [T, n] of every source; zero where no row writes."""
+    """Return the scale tensor of one rank from the row-major scales [T, n] of every source; zero without a row."""
     width = scales[0].shape[1]
-    layout = _scale_layout(config)
-    blocks = _first_blocks(offsets)
-    shape: tuple[int, ...] = (capacity, width)
+    layout, blocks = _scale_layout(config), None if _is_by_group(config) else _first_blocks(offsets)
+    shape: tuple[int, ...] = (size, width)
     if layout == "transposed":
-        shape = (width, capacity)
+        shape = (width, size)
     elif layout == "tiles":
         num_groups = len(offsets) - 1
-        shape = (math.ceil((capacity + 128 * num_groups) / 128), math.ceil(width / 4), 32, 4, 4)
-    masked = _is_by_group(config)
-    if masked:  # one such tensor for each group; each has whole tiles
-        blocks = [0] * len(offsets)
-        shape = (len(offsets) - 1, *((capacity // 128, *shape[1:]) if layout == "tiles" else shape))
+        shape = (math.ceil((size + 128 * num_groups) / 128), math.ceil(width / 4), 32, 4, 4)
+    if blocks is None:  # one such tensor for each group; each has whole tiles
+        shape = (len(offsets) - 1, *((size // 128, *shape[1:]) if layout == "tiles" else shape))
     out = torch.zeros(shape, dtype=_copyable(scales[0]).dtype, device=device)
     for row in rows:
         source, token, _ = row.origin
         values = _copyable(scales[source])[token].to(device)
-        into, number = (out[row.group], row.inner) if masked else (out, row.row)
-        if layout == "row_major":
-            into[number] = values
-        elif layout == "transposed":
-            into[:, number] = values
-        else:
+        if layout == "tiles":
             columns = torch.zeros(shape[-4] * 4, dtype=values.dtype, device=device)
             columns[:width] = values
-            into[_tile(blocks, row.group, row.inner)] = columns.reshape(-1, 4)
+            values = columns.reshape(-1, 4)
+        _scales_at(out, layout, blocks, row.group, row.inner, row.row).copy_(values)
     return out.view(scales[0].dtype)
 
 
 def _encode(
     config: EPConfig, facts: FormatFacts, x: Tensor, scales: Tensor | None, input_scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Payload and row-major scales of one source's tokens."""
+    """Return payload and row-major scales of one source's tokens."""
     if scales is None:
         return reference_quantize(config.dispatch_format, x, input_scale)
     if facts.scale_dtype is None:
@@ -285,7 +276,7 @@ def reference_dispatch(
         topk_weights: [T, topk] float, or None.
         input_scales: global input scales (fp32, one element), or None.
         scales: [T, n] row-major scales of already quantised rows, as ``reference_quantize`` returns them, or None.
-        max_tokens: what each rank states as the most tokens of any rank, or None.
+        max_tokens: each rank's bound on the tokens of any rank, or None.
 
     Returns:
         One ``ReferenceRows`` per rank, on the device of that rank's ``xs``.
@@ -296,10 +287,7 @@ def reference_dispatch(
     encoded = [_encode(config, facts, xs[r], None if scales is None else scales[r], input_scales[r]) for r in world]
     payloads = [_copyable(payload) for payload, _ in encoded]
     row_scales = [row for _, row in encoded if row is not None]
-    used_scales = torch.tensor(
-        [1.0 if s is None else float(s) for s in input_scales], dtype=torch.float32, device="cpu"
-    )
-
+    used = torch.tensor([1.0 if s is None else float(s) for s in input_scales], dtype=torch.float32, device="cpu")
     outputs = []
     for rank in world:
         device = xs[rank].device
@@ -341,7 +329,7 @@ def reference_dispatch(
                 topk_ids=None if local_ids is None else local_ids.reshape(*by_row, config.topk).to(device),
                 topk_weights=None if local_weights is None else local_weights.reshape(*by_row, config.topk).to(device),
                 num_rows=offsets[-1],
-                input_scales=used_scales.to(device),
+                input_scales=used.to(device),
                 num_recv_per_expert=_int32(_count_rows(config, rows, rank, topk_ids), device),
             )
         )
@@ -353,7 +341,7 @@ def _int32(values: object, device: torch.device) -> Tensor:
 
 
 def _count_rows(config: EPConfig, rows: list[_Row], rank: int, topk_ids: Sequence[Tensor]) -> list[int]:
-    """Present rows of each expert of ``rank``; layout "rank": pairs of a row and a slot that names the expert."""
+    """Count the rows of each expert of ``rank``; layout "rank": pairs of a row and a slot that names the expert."""
     counts = {e: 0 for e, owner in enumerate(expert_owners(config)) if owner == rank}
     for row in rows:
         source, token, slot = row.origin
@@ -372,7 +360,7 @@ def _routing_columns(
     topk_ids: Sequence[Tensor],
     topk_weights: Sequence[Tensor] | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(weights [rows], topk_ids [rows, topk], topk_weights [rows, topk]) of one rank on the CPU, None where absent."""
+    """Return (weights [rows], topk_ids [rows, topk], topk_weights [rows, topk]) of one rank on the CPU, or None."""
     dtype = accumulate_dtype(config)
     given = None if topk_weights is None else [weights.to(dtype).tolist() for weights in topk_weights]
     if config.layout != "rank":
@@ -398,9 +386,7 @@ def _routing_columns(
 
 
 def dequantize_rows(config: EPConfig, rows: ReferenceRows) -> Tensor:
-    """[num_rows, hidden_size] fp32 (fp64 for format fp64): the values of the defined rows; padding rows are 0, and so
-    are all others of groups of one size."""
-    masked = _is_by_group(config)
+    """Return the values [num_rows, hidden_size], fp32 (fp64 for format fp64), of the rows; undefined ones are 0."""
     payload = rows.tokens.reshape(-1, rows.tokens.shape[-1])[: rows.num_rows]
     if rows.scales is None:
         return reference_dequantize(config.dispatch_format, payload, None)
@@ -411,17 +397,10 @@ def dequantize_rows(config: EPConfig, rows: ReferenceRows) -> Tensor:
         width = config.hidden_size // (format_facts(config.dispatch_format).group or 1)
     scales = torch.zeros(rows.num_rows, width, dtype=stored.dtype, device=payload.device)
     offsets: list[int] = rows.row_offsets.tolist()
-    blocks = [0] * len(offsets) if masked else _first_blocks(offsets)
+    blocks = None if _is_by_group(config) else _first_blocks(offsets)
     for group in range(len(offsets) - 1):
         for row in range(offsets[group], offsets[group + 1]):
-            inner = row - offsets[group]
-            of_group, number = (stored[group], inner) if masked else (stored, row)
-            if layout == "row_major":
-                scales[row] = of_group[number]
-            elif layout == "transposed":
-                scales[row] = of_group[:, number]
-            else:
-                scales[row] = of_group[_tile(blocks, group, inner)].reshape(-1)[:width]
+            scales[row] = _scales_at(stored, layout, blocks, group, row - offsets[group], row).reshape(-1)[:width]
     sources = rows.src_info.reshape(-1, 3)[: rows.num_rows, 0].long()
     input_scale = torch.where(sources >= 0, rows.input_scales[sources], 1.0)
     return reference_dequantize(config.dispatch_format, payload, scales.view(rows.scales.dtype), input_scale)

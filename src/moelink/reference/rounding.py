@@ -1,7 +1,7 @@
 """The oracle's formats: rounding by search in tables of all representable values.
 
-Arithmetic is fp32, every operation rounded on its own, divisions IEEE. Where a step is exact by nature (searching a
-table, scaling by a power of two) it runs in fp64, which holds every value and every midpoint exactly.
+Arithmetic is fp32, every operation rounded on its own, divisions IEEE. Exact steps (searching a table, scaling by a
+power of two) run in fp64, which holds every value and every midpoint exactly.
 NaN policy: a NaN in a group makes the whole group NaN. An inf counts as the largest fp32 in amax, and saturates.
 """
 
@@ -30,14 +30,14 @@ _F32_MAX = math.ldexp(2 - math.ldexp(1.0, -23), 127)
 
 @dataclass(frozen=True)
 class FormatFacts:
-    """What the oracle knows about a format.
+    """The facts of a format.
 
     Attributes:
         payload_dtype: dtype of the payload; uint8 holds two 4-bit codes, the even element in the low nibble.
         scale_dtype: dtype of one scale, or None for rows that travel unchanged.
         group: elements that share a scale; None for all of a row.
         row_multiple: group sizes of the "expert" layout are rounded up to this.
-        scale_layout: where scales lie in the "expert" layout.
+        scale_layout: arrangement of scales in the "expert" layout.
     """
 
     payload_dtype: torch.dtype
@@ -65,16 +65,16 @@ _FLOORED = ("fp8_block128", "fp8_block128_e8m0", "fp8_token")
 
 
 def format_facts(name: str) -> FormatFacts:
-    """The facts of a built-in format. Raises ValueError for one that the oracle does not know."""
+    """Return the facts of a built-in format. Raises ValueError for one that the oracle does not know."""
     if name not in _FACTS:
         raise ValueError(f"format: expected one of {', '.join(_FACTS)}, got {name!r}; pass one of them")
     return _FACTS[name]
 
 
 def nearest_code(x: Tensor, values: tuple[float, ...]) -> Tensor:
-    """Index (int64) of the entry of the ascending table nearest to |x|; a tie goes to the even index.
+    """Return the index (int64) of the entry of the ascending table nearest to |x|; a tie goes to the even index.
 
-    Beyond the last entry the last index is returned (saturation); NaN gives no meaningful index.
+    Larger values saturate at the last index; NaN gives no meaningful index.
 
     Example: values (0, .5, 1, 1.5): 0.25 -> 0, 0.75 -> 2, 0.76 -> 2, 100 -> 3.
     """
@@ -87,28 +87,28 @@ def nearest_code(x: Tensor, values: tuple[float, ...]) -> Tensor:
 
 
 def e4m3_codes(x: Tensor) -> Tensor:
-    """Float to e4m3 codes (uint8): nearest even, saturating at 448; -0.0 and what rounds to it is 0x80; NaN is 0x7f."""
+    """Round to e4m3 codes (uint8): nearest even, saturating at 448; a negative result 0 is 0x80; NaN is 0x7f."""
     code = nearest_code(x, E4M3_VALUES) + 128 * torch.signbit(x)
     return torch.where(x.isnan(), 0x7F, code).to(torch.uint8)
 
 
 def e2m1_codes(x: Tensor) -> Tensor:
-    """Float to e2m1 codes (uint8, one a byte): nearest even, saturating at 6; what rounds to -0.0 is 8; NaN is 7."""
+    """Round to e2m1 codes (uint8, one a byte): nearest even, saturating at 6; a negative result 0 is 8; NaN is 7."""
     code = nearest_code(x, E2M1_VALUES) + 8 * torch.signbit(x)
     return torch.where(x.isnan(), 7, code).to(torch.uint8)
 
 
 def e8m0_codes_up(x: Tensor) -> Tensor:
-    """Non-negative float to the code (uint8) of the smallest E8M0 value not below it; past 2**127 -> 254; NaN 255."""
+    """Round up to the code (uint8) of the smallest E8M0 value not below ``x``; past 2**127 -> 254; NaN -> 255."""
     table = torch.tensor(E8M0_VALUES, dtype=torch.float64, device=x.device)
     code = torch.bucketize(x.to(torch.float64), table).clamp(max=254)
     return torch.where(x.isnan(), 255, code).to(torch.uint8)
 
 
 def mxfp4_scale_codes(amax: Tensor) -> Tensor:
-    """E8M0 codes (uint8) of MXFP4: the number of c >= 1 with 1.75 * 2**(c + 1 - 127) <= amax; NaN -> 255.
+    """Return the E8M0 codes (uint8) of MXFP4: the number of c >= 1 with 1.75 * 2**(c + 1 - 127) <= amax; NaN -> 255.
 
-    In words: a mantissa of 1.75 or more counts as the next power of two; then less 2, the exponent of e2m1's 4.
+    So a mantissa of 1.75 or more counts as the next power of two; then less 2, the exponent of e2m1's 4.
     1.6 -> 125 (2**-2), 1.75 -> 126 (2**-1); 0 -> 0.
     """
     steps = torch.tensor([math.ldexp(1.75, c - 126) for c in range(1, 255)], dtype=torch.float64, device=amax.device)
@@ -117,43 +117,43 @@ def mxfp4_scale_codes(amax: Tensor) -> Tensor:
 
 
 def _decode(codes: Tensor, table: tuple[float, ...]) -> Tensor:
-    """Entries of ``table`` as fp32 (all tables are exact in fp32) for integer codes."""
+    """Return the entries of ``table`` for integer codes as fp32, in which all tables are exact."""
     return torch.tensor(table, dtype=torch.float64, device=codes.device).to(torch.float32)[codes.long()]
 
 
 def e4m3_floats(codes: Tensor) -> Tensor:
-    """e4m3 codes (uint8) to fp32, exact."""
+    """Convert e4m3 codes (uint8) to fp32, exactly."""
     half = (*E4M3_VALUES, math.nan)
     return _decode(codes, (*half, *(-value for value in half)))
 
 
 def e2m1_floats(codes: Tensor) -> Tensor:
-    """e2m1 codes (uint8, one a byte) to fp32, exact."""
+    """Convert e2m1 codes (uint8, one a byte) to fp32, exactly."""
     return _decode(codes, (*E2M1_VALUES, *(-value for value in E2M1_VALUES)))
 
 
 def e8m0_floats(codes: Tensor) -> Tensor:
-    """E8M0 codes (uint8) to fp32, exact."""
+    """Convert E8M0 codes (uint8) to fp32, exactly."""
     return _decode(codes, (*E8M0_VALUES, math.nan))
 
 
 def _constant(like: Tensor, value: float) -> Tensor:
-    """A scalar tensor: dividing by a Python number may multiply by its reciprocal."""
+    """Return a scalar tensor, because dividing by a Python number may multiply by its reciprocal."""
     return torch.full((), value, dtype=torch.float32, device=like.device)
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """[n, hidden] 4-bit codes to [n, hidden / 2] bytes, the even element in the low nibble."""
+    """Pack [n, hidden] 4-bit codes into [n, hidden / 2] bytes, the even element in the low nibble."""
     return codes[:, 0::2] + 16 * codes[:, 1::2]
 
 
 def _unpack(packed: Tensor) -> Tensor:
-    """The inverse of :func:`_pack`."""
+    """Undo :func:`_pack`."""
     return torch.stack((packed % 16, packed // 16), dim=2).reshape(packed.shape[0], -1)
 
 
 def reference_quantize(name: str, x: Tensor, input_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Rows in a format.
+    """Encode rows in a format.
 
     Args:
         name: a built-in format.
@@ -162,16 +162,16 @@ def reference_quantize(name: str, x: Tensor, input_scale: Tensor | None = None) 
 
     Returns:
         Payload [n, width] of the format's payload dtype and row-major scales [n, hidden / group], or None. An int32
-        of fp8_block128_e8m0 holds four codes, the first in the lowest byte; zero bytes fill up a row's last one.
+        of fp8_block128_e8m0 holds four codes, the first in the lowest byte; zero bytes fill a row's last one.
 
     Formulas, per group (amax: largest magnitude)::
 
         fp8_block128       scale = max(amax, 1e-4) / 448        q = e4m3(x / scale)
         fp8_token          the same, a row being the group
         fp8_block128_e8m0  scale = e8m0 not below that scale    q = e4m3(x / scale)
-        mxfp8              scale = e8m0 not below amax / 448    q = e4m3(x / scale), 0 where the scale's code is 0
-        nvfp4              sf = e4m3(s * (amax / 6))            q = e2m1(x / (sf / s)), 0 where sf is 0
-        mxfp4              scale by mxfp4_scale_codes(amax)     q = e2m1(x / scale), 0 where the scale's code is 0
+        mxfp8              scale = e8m0 not below amax / 448    q = e4m3(x / scale), 0 if the scale's code is 0
+        nvfp4              sf = e4m3(s * (amax / 6))            q = e2m1(x / (sf / s)), 0 if sf is 0
+        mxfp4              scale by mxfp4_scale_codes(amax)     q = e2m1(x / scale), 0 if the scale's code is 0
     """
     facts = format_facts(name)
     if facts.scale_dtype is None:
@@ -201,13 +201,13 @@ def reference_quantize(name: str, x: Tensor, input_scale: Tensor | None = None) 
 
 
 def _groups(facts: FormatFacts, x: Tensor) -> Tensor:
-    """[n, hidden] as [n, groups, elements of a group]."""
+    """Return [n, hidden] as [n, groups, elements of a group]."""
     group = facts.group or x.shape[1]
     return x.reshape(x.shape[0], x.shape[1] // group, group)
 
 
 def _pack_words(codes: Tensor) -> Tensor:
-    """[n, g] bytes as [n, ceil(g / 4)] int32, the first in the lowest byte: 1, 2, 0, 128, 3 -> 513 - 2**31, 3."""
+    """Pack [n, g] bytes into [n, ceil(g / 4)] int32, the lowest byte first: 1, 2, 0, 128, 3 -> 513 - 2**31, 3."""
     words = torch.zeros(codes.shape[0], math.ceil(codes.shape[1] / 4), dtype=torch.int64, device=codes.device)
     for column in range(codes.shape[1]):
         words[:, column // 4] += codes[:, column].long() * 256 ** (column % 4)
@@ -215,13 +215,13 @@ def _pack_words(codes: Tensor) -> Tensor:
 
 
 def _unpack_words(words: Tensor, count: int) -> Tensor:
-    """The inverse of :func:`_pack_words` for rows of ``count`` codes."""
+    """Undo :func:`_pack_words` for rows of ``count`` codes."""
     unsigned = words.long() % 2**32
     return torch.stack([unsigned[:, c // 4] // 256 ** (c % 4) % 256 for c in range(count)], dim=1)
 
 
 def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in ``dtype``: unchanged bits when it is already, else nearest even; a NaN becomes bf16 0x7fff."""
+    """Return ``x`` in ``dtype``: the same bits if it has it, else nearest even; a NaN becomes bf16 0x7fff."""
     if dtype != torch.bfloat16 or x.dtype == dtype:
         return x.to(dtype)
     bits = x.to(dtype).view(torch.int16)
@@ -231,7 +231,7 @@ def _plain(x: Tensor, dtype: torch.dtype) -> Tensor:
 def reference_dequantize(
     name: str, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None
 ) -> Tensor:
-    """[n, hidden] fp32 (fp64 for format fp64) of payload rows and row-major scales.
+    """Return [n, hidden] fp32 (fp64 for format fp64) of payload rows and row-major scales.
 
     ``input_scale`` is fp32, one element or one per row [n]; None is 1. A product is rounded once; for nvfp4 the
     quotient sf / s is rounded before it.

@@ -2,7 +2,7 @@
 
 A rank is a process, an SM a thread of it: a track. A CTA is a slice of its SM's track, and inside it there is a slice
 for each moment, from the moment before it. CTAs that share an SM at the same time would overlap, so they have tracks
-beside one another: "SM 12", "SM 12 (2)". What a CTA saw of a peer is a mark on its track.
+beside one another: "SM 12", "SM 12 (2)". A moment of a peer is a mark on the CTA's track.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from moelink.tracing.records import CtaRecord
 
 TRACKS = 64
-"""Tracks of an SM: its number times this is the first one's number."""
+"""Tracks of an SM; the first track of SM n has the number n * TRACKS."""
 
 
 def events_of(records: Sequence[CtaRecord], *, unit: str) -> list[dict[str, Any]]:

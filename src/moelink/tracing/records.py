@@ -32,8 +32,8 @@ class CtaRecord:
         role: of dispatch or of combine.
         cta: the CTA's number in its role.
         sm: the SM that ran it; interpreted, its number in the launch.
-        times: time of each moment that it stamped, in the order of the protocol, on rank 0's clock.
-        peers: of each moment with a word for each peer, the time by peer; None where it stamped none.
+        times: time of each stamped moment, in the order of the protocol, on rank 0's clock.
+        peers: of each moment with a word for each peer, the time by peer; None without a stamp.
     """
 
     rank: int
@@ -46,12 +46,12 @@ class CtaRecord:
 
     @property
     def name(self) -> str:
-        """The CTA, as pictures name it."""
+        """The CTA's name in pictures."""
         return f"{self.role.phase} {self.role.name} {self.cta}"
 
     @property
     def begin(self) -> int:
-        """When it began."""
+        """Its first stamp."""
         return self.times["begun"]
 
     @property

@@ -43,7 +43,7 @@ def tracing(session: Session, world: World) -> Iterator[Trace]:
         raise
     buffers = [buffer.numpy() for buffer in transport.close_trace()]
     rows = [rows_of(buffer) for buffer in buffers]
-    # First of all, so that no rank's kernel waits for one that has not come.
+    # Before the comparison, so that no rank's kernel waits for one that has not come.
     gather_bytes(world, b"here", config.timeout, phase="trace")
     clocks = transport.compare_clocks()
     if clocks is None:

@@ -16,13 +16,13 @@ class MomentSummary:
     """One moment of one role. Times are in the trace's unit.
 
     Attributes:
-        phase, role, moment: which.
+        phase, role, moment: their names.
         count: CTAs that stamped it, over all ranks and calls.
         at_median, at_worst: time since the first CTA of the call began on that rank.
         took_median, took_worst: time since the moment before it in the same CTA; 0 for the first one.
-        worst_rank, worst_cta, worst_call: where ``took_worst`` was.
-        slowest_peer: where this moment awaits peers, the one that came last in most calls of all ranks; else None.
-        slowest_share: in what part of these calls it did.
+        worst_rank, worst_cta, worst_call: the place of ``took_worst``.
+        slowest_peer: if this moment awaits peers, the one that came last in most calls of all ranks; else None.
+        slowest_share: the part of these calls in which it did.
     """
 
     phase: str
@@ -48,8 +48,8 @@ class Summary:
         unit: "ns" or "steps".
         moments: by phase, role and moment, in the order of the protocol.
         skew: of each phase, the median over its calls of the time between the first and the last rank's begin.
-        clock_error: by how much the times of two ranks may be wrong against each other, at most.
-        clock_step: the smallest difference between two stamps: no time is more exact.
+        clock_error: most error between the times of two ranks.
+        clock_step: the smallest difference between two stamps, below which times are not exact.
     """
 
     unit: str
@@ -137,10 +137,10 @@ def _took(record: CtaRecord, name: str) -> int:
 
 
 def _last(records: Iterable[CtaRecord], awaited: Moment) -> Iterator[int]:
-    """Return of each call of each rank the peer that came last, if peers differ.
+    """Yield the peer that came last in each call of each rank, if peers differ.
 
-    All CTAs of a role await the same counts, heads and credits, so the CTA that saw them first knows best. Each CTA has
-    messages or rows of its own, so there the last one counts.
+    All CTAs of a role await the same counts, heads and credits, so the first CTA that saw them counts. Each CTA has
+    messages or rows of its own, so of these the last one counts.
     """
     choose = min if awaited.number == WAITED else max
     seen: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
@@ -164,7 +164,7 @@ def _skew(begins: dict[tuple[str, int, int], int]) -> dict[str, float]:
 
 
 def _step(records: Iterable[CtaRecord]) -> int:
-    """Return the smallest difference between two stamps of one rank that are not the same, 0 without any."""
+    """Return the smallest difference between two different stamps of one rank, 0 without any."""
     times: dict[int, set[int]] = defaultdict(set)
     for record in records:
         times[record.rank].update(record.times.values())

@@ -21,15 +21,14 @@ def write(document: dict[str, Any], path: str | Path) -> None:
 
 
 class Trace:
-    """When the CTAs of all ranks read, waited, stored and published, in the calls of a ``with ep.trace()`` block.
+    """The times at which the CTAs of all ranks read, waited, stored and published in a ``with ep.trace()`` block.
 
     It is complete when the block has ended, and the same on every rank.
 
     Attributes:
-        unit: "ns", or "steps" where kernels are interpreted: the number of a stamp among the stamps of all ranks.
-        clock_errors: of each rank, by how many ``unit`` its times may be wrong against rank 0's; 0 where ranks have
-            one clock.
-        facts: what else its files say: world size, sizes, devices.
+        unit: "ns", or "steps" with interpreted kernels: the number of a stamp among the stamps of all ranks.
+        clock_errors: of each rank, the most error of its times against rank 0's, in ``unit``; 0 with one clock.
+        facts: further fields of its files: world size, sizes, devices.
     """
 
     def __init__(self, unit: str, facts: dict[str, Any]) -> None:

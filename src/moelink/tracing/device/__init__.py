@@ -2,7 +2,7 @@
 
 ========  ==============================================================================================================
 layout    words of a trace buffer: roles, calls, moments
-stamps    what kernels store there; empty functions where no trace is compiled in
+stamps    kernels' stores there; empty functions without a trace
 clocks    the kernel in which ranks compare their clocks
 buffer    the buffers of a communicator, opened and closed
 ========  ==============================================================================================================

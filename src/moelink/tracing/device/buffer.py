@@ -16,11 +16,11 @@ from moelink.memory.workspace import Workspace
 from moelink.tracing.device.layout import buffer_shape
 
 MOST_RANKS = 64
-"""Where rows are their own signal, kernels keep a bit for each rank whose row is late."""
+"""For rows that are their own signal, kernels keep a bit for each rank whose row is late."""
 
 
 def require_traceable(config: EPConfig, workspace: Workspace, device: torch.device) -> None:
-    """Raise UnsupportedError where kernels cannot be traced."""
+    """Raise UnsupportedError if kernels cannot be traced."""
     if config.mode != "alltoall":
         raise UnsupportedError(
             f"trace: expected mode 'alltoall', in which ranks wait for one another, got {config.mode!r}; use "
@@ -40,25 +40,25 @@ def require_traceable(config: EPConfig, workspace: Workspace, device: torch.devi
 
 
 class TraceBuffer:
-    """Where the stamps of one rank go.
+    """The stamps of one rank.
 
     Attributes:
         ctas: most CTAs of a role that have a record.
-        words: the buffer, as ``tracing.device.layout`` lays it out.
+        words: the buffer, in the layout of ``tracing.device.layout``.
     """
 
     def __init__(self, world_size: int, control: Tensor) -> None:
-        """``control``: the rank's control words, which tell its kernels where the buffer is."""
+        """``control``: the rank's control words, by which its kernels find the buffer."""
         self.ctas = most_ctas(control.device)
         self.words = torch.zeros(buffer_shape(world_size, self.ctas), dtype=torch.int64, device=control.device)
         self._control = control
         control[TRACE_AT] = self.words.data_ptr()
 
     def in_form(self, spec: Any) -> Any:
-        """Return ``spec`` of kernels that stamp."""
+        """Return ``spec`` with stamps."""
         return dataclasses.replace(spec, TRACE=True, TRACE_CTAS=self.ctas)
 
     def close(self) -> Tensor:
-        """Let kernels stamp nothing more, and return the buffer on the host. Calls must be over."""
+        """End the stamps of kernels, and return the buffer on the host. Calls must be over."""
         self._control[TRACE_AT] = 0
         return self.words.cpu()

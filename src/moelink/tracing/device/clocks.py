@@ -5,12 +5,12 @@ the peer's control word CLOCK_ASKED, and waits for the answer. The peer waits fo
 stores it in rank 0's word CLOCK_TOLD. If the answer came after a round trip of T, the peer read its clock between the
 two readings of rank 0, so halfway is wrong by T / 2 at most. The shortest of all rounds counts.
 
-Who writes and who waits: a rank has one word of each kind. CLOCK_ASKED of rank r is stored by rank 0 only, and counts
-up. CLOCK_TOLD of rank 0 is stored by the one rank that was asked, and rank 0 asks nothing more before it has that
-answer. An answer is twice the clock plus the lowest bit of the question's number, so it differs from the answer before
-even where the clock does not. ``numbers.first`` and ``numbers.rounds`` are even, so the bit is 0 when all are done, as
-it is before the first. Nothing else is announced by these words, so no order between them and other stores matters.
-Waits end as all waits do: after ``numbers.limit``, or when this rank is poisoned.
+Writers and waits: a rank has one word of each kind. Only rank 0 stores CLOCK_ASKED of rank r, and counts it up. Only
+the rank that was asked stores CLOCK_TOLD of rank 0, which asks no more before that answer. An answer is twice the clock
+plus the lowest bit of the question's number, so two answers in a row differ even at equal clocks. ``numbers.first`` and
+``numbers.rounds`` are even, so the bit is 0 before the first question and after the last. The words announce no other
+data, so their order among other stores does not matter. Waits end after ``numbers.limit``, or when this rank is
+poisoned.
 
 Example: rank 0 asks at 100, rank 1 answers 7_000_130, rank 0 has the answer at 160: rank 1's clock is 7_000_000 ahead,
 give or take 30.
@@ -51,8 +51,8 @@ class ClockNumbers(NamedTuple):
 
 @triton.jit
 def _wait(word, least, bit, poison, limit, S: tl.constexpr):
-    """Wait until ``word`` is at least ``least``, and odd where ``bit`` is 1, even where it is 0, or anything where it
-    is -1. Returns (OK, TIMED_OUT or POISONED; the word)."""
+    """Wait until ``word`` is at least ``least``, and odd (``bit`` 1), even (0) or either (-1). Returns (OK, TIMED_OUT
+    or POISONED; the word)."""
     start = clock(S.CLOCK)
     got = tl.atomic_add(word, 0, sem="relaxed", scope="sys")
     state = tl.where((got >= least) & ((bit < 0) | ((got & 1) == bit)), OK, UNFINISHED)
@@ -106,8 +106,8 @@ def _answer(peers, numbers, S: tl.constexpr):
 
 @triton.jit
 def ep_compare_clocks_kernel(peers, out, numbers, S: tl.constexpr):
-    """Compare clocks with one CTA. ``out`` [W, 2] int64: of each rank, how far its clock is ahead of rank 0's, and by
-    how much that may be wrong, in ticks; written by rank 0. ``out[0, 0]``: 1 after a comparison that ended well."""
+    """Compare clocks with one CTA. Rank 0 writes ``out`` [W, 2] int64: the lead of each rank's clock over rank 0's, and
+    the largest error of it, in ticks. ``out[0, 0]``: 1 after a comparison that ended well."""
     if numbers.me == 0:
         ok = _ask(peers, out, numbers, S)
     else:

@@ -1,15 +1,15 @@
-"""Lay out the records of an in-kernel trace: which moments of a call a CTA stamps, and where the stamps are.
+"""Lay out the records of an in-kernel trace: the moments of a call that a CTA stamps, and the places of the stamps.
 
 A trace buffer belongs to one rank. It has one record for each of the last TRACE_CALLS calls, each role of a phase, and
 each CTA of that role. A record is int64 words: the number of the call (0: no record), the number of the SM + 1, then
-NUM_MOMENTS moments, then for each of PEER_MOMENTS moments a word for each peer. A word is 0 where nothing was stamped.
+NUM_MOMENTS moments, then for each of PEER_MOMENTS moments a word for each peer. A word without a stamp is 0.
 
 A moment that happens several times in a CTA has two words, the first time and the last. A first time is stored as
 FIRST_FROM - time by an atomic maximum, so that the earliest stays; a last time is a plain store, so that the latest
 stays.
 
 Example: 2 ranks, 3 CTAs: a record has 2 + 8 + 2 * 2 = 14 words. The record of CTA 1 in the home role of combine
-(role 3), call 18, begins at word ((18 % 16) * 4 + 3) * 3 * 14 + 1 * 14 = 476; what it stamped of peer 1's rows is word
+(role 3), call 18, begins at word ((18 % 16) * 4 + 3) * 3 * 14 + 1 * 14 = 476; its stamp of peer 1's rows is word
 476 + 2 + 8 + 1 * 2 + 1 = 489.
 """
 
@@ -39,7 +39,7 @@ class Moment(NamedTuple):
     """A moment of a role.
 
     Attributes:
-        name: as tables and pictures name it.
+        name: in tables and pictures.
         number: its number in a record.
         first: whether the word holds the first of several times (FIRST_FROM - time).
         awaits: the moment per peer that this one follows once the last awaited peer has come, or "".
@@ -56,7 +56,7 @@ class Role(NamedTuple):
 
     Attributes:
         phase: "dispatch" or "combine".
-        name: what CTAs of it do.
+        name: the work of its CTAs.
         moments: with one word each.
         per_peer: with a word for each peer.
     """
@@ -67,70 +67,47 @@ class Role(NamedTuple):
     per_peer: tuple[Moment, ...]
 
 
-_CREDIT = Moment("credit from", WAITED, first=True)
-_CREDITED = Moment("credit seen", CREDIT_SEEN, awaits="credit from")
+def _first(name: str, number: int, awaits: str = "") -> Moment:
+    return Moment(name, number, first=True, awaits=awaits)
+
+
+_BEGUN, _TOLD = Moment("begun", BEGUN), Moment("told", TOLD)
+_CREDIT, _CREDITED = _first("credit from", WAITED), Moment("credit seen", CREDIT_SEEN, awaits="credit from")
 _STORES = (
-    Moment("first store", FIRST_STORE, first=True),
-    Moment("published", PUBLISHED, first=True),
-    Moment("last published", LAST_PUBLISHED),
-    Moment("told", TOLD),
-)
-"""How every role that sends ends."""
+    _first("first store", FIRST_STORE), _first("published", PUBLISHED), Moment("last published", LAST_PUBLISHED), _TOLD
+)  # fmt: skip
+"""The last moments of every role that sends."""
 
 ROLES = (
     Role(
-        "dispatch",
-        "send",
-        (
-            Moment("begun", BEGUN),
-            Moment("ids read", IDS_READ, first=True),
-            Moment("counted", COUNTED, first=True),
-            _CREDITED,
-            *_STORES,
-        ),
+        "dispatch", "send",
+        (_BEGUN, _first("ids read", IDS_READ), _first("counted", COUNTED), _CREDITED, *_STORES),
         (_CREDIT,),
     ),
     Role(
-        "dispatch",
-        "receive",
+        "dispatch", "receive",
         (
-            Moment("begun", BEGUN),
-            Moment("counts seen", COUNTS_SEEN, first=True, awaits="counts from"),
-            Moment("base known", BASE_KNOWN, first=True),
-            Moment("message seen", MESSAGE_SEEN, first=True, awaits="message from"),
-            Moment("row stored", ROW_STORED, first=True),
-            Moment("last message seen", LAST_MESSAGE),
-            Moment("last row stored", LAST_STORED),
-            Moment("told", TOLD),
+            _BEGUN,
+            _first("counts seen", COUNTS_SEEN, awaits="counts from"), _first("base known", BASE_KNOWN),
+            _first("message seen", MESSAGE_SEEN, awaits="message from"), _first("row stored", ROW_STORED),
+            Moment("last message seen", LAST_MESSAGE), Moment("last row stored", LAST_STORED),
+            _TOLD,
         ),
-        (Moment("counts from", WAITED, first=True), Moment("message from", ARRIVED, first=True)),
+        (_first("counts from", WAITED), _first("message from", ARRIVED)),
     ),
+    Role("combine", "send", (_BEGUN, _CREDITED, _first("rows known", IDS_READ), *_STORES), (_CREDIT,)),
     Role(
-        "combine",
-        "send",
+        "combine", "home",
         (
-            Moment("begun", BEGUN),
-            _CREDITED,
-            Moment("rows known", IDS_READ, first=True),
-            *_STORES,
+            _BEGUN,
+            _first("heads seen", COUNTS_SEEN, awaits="head from"),
+            _first("row seen", MESSAGE_SEEN, awaits="row from"), _first("result stored", ROW_STORED),
+            Moment("last row seen", LAST_MESSAGE), Moment("last result stored", LAST_STORED),
+            _TOLD,
         ),
-        (_CREDIT,),
+        (_first("head from", WAITED), _first("row from", ARRIVED)),
     ),
-    Role(
-        "combine",
-        "home",
-        (
-            Moment("begun", BEGUN),
-            Moment("heads seen", COUNTS_SEEN, first=True, awaits="head from"),
-            Moment("row seen", MESSAGE_SEEN, first=True, awaits="row from"),
-            Moment("result stored", ROW_STORED, first=True),
-            Moment("last row seen", LAST_MESSAGE),
-            Moment("last result stored", LAST_STORED),
-            Moment("told", TOLD),
-        ),
-        (Moment("head from", WAITED, first=True), Moment("row from", ARRIVED, first=True)),
-    ),
-)
+)  # fmt: skip
 """By the number of the role."""
 
 

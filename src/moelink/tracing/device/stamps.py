@@ -1,16 +1,16 @@
-"""Stamp moments of a call (S.TRACE): when a CTA had read, counted, waited, stored, published.
+"""Stamp moments of a call (S.TRACE): the times at which a CTA had read, counted, waited, stored, published.
 
 Each CTA has a record of its own in its rank's trace buffer (``tracing.device.layout``). :func:`open_record` clears it
-as the CTA begins; the other functions store into it. No CTA reads a stamp, nobody waits for one, and the launch's end
-makes them visible to the host, so stamps take no part in the protocol.
+as the CTA begins; the other functions store into it. No CTA reads a stamp or waits for one, and the launch's end makes
+stamps visible to the host, so they take no part in the protocol.
 
 The control word TRACE_AT holds the address of the buffer, 0 while no trace is open. So a CUDA graph that was captured
-with stamps stores nothing once the trace is closed. Without S.TRACE all functions compile to nothing.
+with stamps stores nothing after the trace. Without S.TRACE all functions compile to nothing.
 
 A compiled kernel stamps the device's ``%globaltimer``, nanoseconds. An interpreted one stamps steps: a counter in
 rank 0's control word TRACE_STEPS that every stamp of every rank counts up by one, which orders the stamps of all ranks.
 
-A clock may be read while an earlier load is still under way. :func:`stamp_after` reads it once a value is there.
+A clock may be read while an earlier load is under way. :func:`stamp_after` reads it after a value has been loaded.
 
 Example: 2 ranks, CTA 1 of dispatch's sender role stamps "published" (number 6, a first time) at step 40, and again at
 step 44: word 2 + 6 holds 2**62 - 40, and word 2 + 7, "last published", 44.
@@ -62,7 +62,7 @@ def _now_with(value, steps, CLOCK: tl.constexpr):
 
 @triton.jit
 def _sm(CLOCK: tl.constexpr):
-    """Return the number of this CTA's SM; interpreted, that of the CTA in its launch."""
+    """Return the number of this CTA's SM; interpreted, the number of the CTA in its launch."""
     if CLOCK == "ptx":
         return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     else:
@@ -73,7 +73,7 @@ def _sm(CLOCK: tl.constexpr):
 def open_record(peers, role, program, call, S: tl.constexpr):
     """Clear the record of CTA ``program`` of ``role`` for call ``call``, and stamp that it has begun.
 
-    Returns where the record is, for :class:`CallContext`; 0 without S.TRACE.
+    Returns the place of the record, for :class:`CallContext`; 0 without S.TRACE.
     """
     if S.TRACE:
         steps = tl.full([], 0, tl.int64)
@@ -105,8 +105,7 @@ def _word(ctx, moment: tl.constexpr, peer, S: tl.constexpr):
 
 @triton.jit
 def traced_if(ctx, there, S: tl.constexpr):
-    """Return ``ctx``, or if not ``there`` one whose stamps are stored nowhere: for a CTA that looks for work and finds
-    none."""
+    """Return ``ctx``, or if not ``there`` a context without stamps, for a CTA that looks for work and finds none."""
     if S.TRACE:
         stamps = Stamps(tl.where(there, ctx.trace.at, 0), ctx.trace.steps)
         return CallContext(ctx.table, ctx.record, ctx.control, ctx.me, ctx.limit, ctx.call, stamps)
@@ -132,7 +131,7 @@ def stamp_first(ctx, moment: tl.constexpr, S: tl.constexpr, peer=0):
 
 @triton.jit
 def stamp_after(ctx, moment: tl.constexpr, value, S: tl.constexpr):
-    """Do as :func:`stamp_first` once ``value`` [N], int32, is there."""
+    """Call :func:`stamp_first` after ``value`` [N], int32, has been loaded."""
     if S.TRACE:
         i = tl.arange(0, value.shape[0])
         at = _word(ctx, moment, i * 0, S)
@@ -152,8 +151,8 @@ def stamp_both(ctx, first: tl.constexpr, last: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def stamp_awaited(ctx, first: tl.constexpr, last: tl.constexpr, slots, S: tl.constexpr):
-    """Do as :func:`stamp_both` behind a wait for a token's rows, if it awaited any. ``slots`` [ranks]: the message slot
-    of each row, -1 for none."""
+    """Call :func:`stamp_both` after a wait for a token's rows, unless it awaited none. ``slots`` [ranks]: the message
+    slot of each row, -1 for none."""
     if S.TRACE:
         if tl.max(slots, 0) >= 0:
             stamp_both(ctx, first, last, S)
@@ -161,14 +160,14 @@ def stamp_awaited(ctx, first: tl.constexpr, last: tl.constexpr, slots, S: tl.con
 
 @triton.jit
 def _keep_first(at, now, mask):
-    """Store the time ``now`` at the addresses ``at`` under ``mask``, where no earlier one is."""
+    """Store the time ``now`` at the addresses ``at`` under ``mask``, unless they hold an earlier one."""
     tl.atomic_max(at.to(I64), tl.full([], _FIRST_FROM, tl.int64) - now, mask=mask, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def arrivals(ctx, moment: tl.constexpr, peer, S: tl.constexpr):
-    """Return where a wait stamps ``moment`` of each of the ranks ``peer`` [N], for :func:`note_reached`; ranks from W
-    on have none. Without S.TRACE: 0."""
+    """Return the places of ``moment`` of the ranks ``peer`` [N], for :func:`note_reached`; ranks from W on have none.
+    Without S.TRACE: 0."""
     if S.TRACE:
         return Stamps(tl.where(peer < S.WORLD_SIZE, _word(ctx, moment, peer, S), 0), ctx.trace.steps)
     else:
@@ -177,12 +176,12 @@ def arrivals(ctx, moment: tl.constexpr, peer, S: tl.constexpr):
 
 @triton.jit
 def note_reached(where, reached, CLOCK: tl.constexpr, TRACE: tl.constexpr):
-    """Stamp, at ``where`` (:func:`arrivals`), what a look of a wait has found ``reached`` [N] for the first time."""
+    """Stamp, at ``where`` (:func:`arrivals`), the ranks that a poll has found ``reached`` [N] for the first time."""
     if TRACE:
         new = reached & (where.at != 0)
         if CLOCK == "ptx":
             _keep_first(where.at, _now(where.steps, CLOCK), new)
-        else:  # a look that finds nothing new is no step: schedules would take it for progress
+        else:  # a poll that finds nothing new is no step: schedules would take it for progress
             new = new & (tl.load(where.at.to(I64), mask=new, other=1) == 0)
             if tl.max(new.to(tl.int32), 0) > 0:
                 _keep_first(where.at, _now(where.steps, CLOCK), new)
@@ -204,8 +203,8 @@ def _either(a, b):
 
 @triton.jit
 def note_whole(where, awaited, late, S: tl.constexpr):
-    """Do as :func:`note_reached` for ``awaited`` ranks [ranks] of which nothing is late. ``late`` [N], int64, has a bit
-    for each rank: that element has not come."""
+    """Call :func:`note_reached` for ``awaited`` ranks [ranks] without late elements. ``late`` [N], int64, has a bit for
+    each rank: that element has not come."""
     if S.TRACE:
         r = tl.arange(0, S.WORLD_SIZE_POW2)
         bits = tl.reduce(late, 0, _either)
