@@ -12,8 +12,7 @@ pytest.importorskip("triton")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from moelink.formats.device import Codec  # noqa: E402
-from moelink.formats.device.casts import divide_rows  # noqa: E402
+from moelink.formats.device import Codec, divide_rows  # noqa: E402
 from tests.formats.format_kernels import CODECS, decode_kernel, encode_kernel, shape  # noqa: E402
 
 CUDA = torch.cuda.is_available()

@@ -79,9 +79,9 @@ def functions() -> list[JITFunction[Any]]:
     """Return all functions of kernels, those of formats and ready epilogues among them."""
     names = [
         module.name
-        for package in (moelink.kernels, moelink.rows, moelink.tracing.device, moelink.formats.device)
+        for package in (moelink.kernels, moelink.rows, moelink.tracing.device)
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    ]
+    ] + [moelink.formats.device.__name__]
     found = [value for name in names for value in vars(importlib.import_module(name)).values()]
     return list({id(value): value for value in found if isinstance(value, JITFunction)}.values())
 

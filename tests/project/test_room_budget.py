@@ -19,7 +19,7 @@ ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_be
 
 BUDGET = {
     ".": 3235,
-    "formats": 1339,
+    "formats": 1277,
     "reference": 899,
     "memory": 1765,
     "memory/nodes": 861,

@@ -1,7 +1,7 @@
 """Count the corrections that a quotient of a bf16 element by an fp32 scale needs, over all pairs of significands.
 
 ``kernels`` divide rows by one reciprocal a row, ``q = x * r`` with ``r = RN(1 / s)``, and correct it by the exact
-remainder, ``q + r * (x - q * s)`` (``moelink.formats.device.casts.divide_rows``): twice, which is right for every fp32,
+remainder, ``q + r * (x - q * s)`` (``moelink.formats.device.divide_rows``): twice, which is right for every fp32,
 or once where elements are bf16. These have 8 bits: all 128 x 2**23 pairs can be tried. And 448, by which an fp8 scale
 is divided, is one divisor: all 2**23 significands of its dividends can be.
 

@@ -47,8 +47,7 @@ class ScaleLayout(ABC):
         """Return the shape of the scale tensor for ``num_rows`` output rows in ``num_groups`` groups."""
 
     def group_shape(self, num_rows: int, scale_width: int) -> tuple[int, ...]:
-        """Return the shape for one group of ``num_rows`` rows, a multiple of ``block_rows``, which begins at row 0.
-        Layout "masked" has a tensor of this shape for each group, one after the other in memory."""
+        """Return the shape of the scales of one group in layout "masked": ``num_rows`` rows, whole blocks."""
         return self.shape(num_rows, scale_width, 1)
 
     @abstractmethod
@@ -61,11 +60,8 @@ class ScaleLayout(ABC):
 
     @abstractmethod
     def clear_padding(self, out: Tensor, *, row_offsets: Tensor, group_sizes: Tensor) -> None:
-        """Zero the scales of padding rows: rows of a group past ``group_sizes`` [num_groups] (real rows).
-
-        It zeros as far as the layout promises: row-major and transposed up to the next group's start; 128x4 tiles up to
-        the end of the last 128-row block with a row of the group.
-        """
+        """Zero the scales of padding rows, past the ``group_sizes`` [num_groups] real rows of a group: up to the next
+        group's start, in 128x4 tiles up to the end of the last block with a row of the group."""
 
     def scales_offsets(self, row_offsets: Tensor) -> Tensor | None:
         """Return the extra [num_groups] int32 output of layouts that place groups in blocks, else None."""
@@ -85,6 +81,8 @@ class Format(ABC):
         tolerance: largest relative error of one round trip, |dequantize(quantize(x)) - x| <= tolerance * amax(group);
             0 for formats that carry rows unchanged.
         scale_layout: layout of the scales in the "expert" layout, or None without scales.
+        input_dtypes: activation dtypes that :meth:`quantize` takes.
+        uses_input_scale: whether a global input scale takes part in the arithmetic (nvfp4).
     """
 
     name: str
@@ -94,16 +92,8 @@ class Format(ABC):
     row_multiple: int = 1
     tolerance: float
     scale_layout: ScaleLayout | None
-
-    @property
-    def input_dtypes(self) -> tuple[torch.dtype, ...]:
-        """Activation dtypes that :meth:`quantize` takes."""
-        return (torch.bfloat16, torch.float16, torch.float32)
-
-    @property
-    def uses_input_scale(self) -> bool:
-        """Whether a global input scale takes part in the arithmetic (nvfp4)."""
-        return False
+    input_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    uses_input_scale: bool = False
 
     @abstractmethod
     def payload_width(self, hidden: int) -> int:
@@ -136,10 +126,7 @@ class Format(ABC):
 
     @abstractmethod
     def quantize(self, x: Tensor, input_scale: Tensor | None = None) -> Quantized:
-        """Encode rows [n, hidden] of one of ``input_dtypes``.
-
-        ``input_scale``: fp32, one element, or None for 1.
-        """
+        """Encode rows [n, hidden] of one of ``input_dtypes``. ``input_scale``: fp32, one element, or None for 1."""
 
     @abstractmethod
     def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
@@ -155,8 +142,11 @@ class Format(ABC):
 class BuiltIn(Format):
     """A format of moelink's own. Its codec has its name; a subclass with another name inherits the codec."""
 
+    def payload_width(self, hidden: int) -> int:
+        return hidden
+
     def codec(self) -> Any:
-        from moelink.formats.device.codecs import CODECS
+        from moelink.formats.device import CODECS
 
         names = (kind.__dict__.get("name") for kind in type(self).__mro__)
         return next(CODECS[name] for name in names if name in CODECS)

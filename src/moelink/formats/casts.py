@@ -1,7 +1,7 @@
 """Convert between fp32 and the narrow types of the formats, in torch.
 
 No function synchronises, and each gives the same bits on CPU and CUDA. All but :func:`amax` and the two that pack codes
-are elementwise. ``moelink.formats.device.casts`` has the Triton twins.
+are elementwise. ``moelink.formats.device`` has the Triton twins.
 
 =====  ============================================  =====================================================
 type   values                                        from fp32

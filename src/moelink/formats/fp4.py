@@ -99,10 +99,7 @@ class NVFP4(FP4):
     scale_dtype = torch.float8_e4m3fn
     tolerance = 3 / 17 + 2.0**-20
     scale_layout = Tiles128x4()
-
-    @property
-    def uses_input_scale(self) -> bool:
-        return True
+    uses_input_scale = True
 
     @staticmethod
     def _global(like: Tensor, input_scale: Tensor | None) -> Tensor:

@@ -28,16 +28,7 @@ PER_WORD = 4
 """E8M0 codes in an int32."""
 
 
-class FP8(BuiltIn):
-    """One byte an element."""
-
-    payload_dtype = torch.float8_e4m3fn
-
-    def payload_width(self, hidden: int) -> int:
-        return hidden
-
-
-class FP8Block128(FP8):
+class FP8Block128(BuiltIn):
     """Groups of 128, each operation rounded once in fp32 (Modular MAX EP contract, blockwise FP8)::
 
         scale = max(amax, 1e-4) / 448
@@ -53,6 +44,7 @@ class FP8Block128(FP8):
 
     name = "fp8_block128"
     group = 128
+    payload_dtype = torch.float8_e4m3fn
     scale_dtype = torch.float32
     row_multiple = 4
     tolerance = 1 / 28 + 2.0**-20
@@ -82,7 +74,7 @@ class FP8Token(FP8Block128):
         return hidden
 
 
-class FP8Block128E8M0(FP8):
+class FP8Block128E8M0(BuiltIn):
     """Groups of 128, whose scale is a power of two::
 
         code = e8m0_up(max(amax, 1e-4) / 448)         2**ceil(log2(...)): |x / scale| stays within 448
@@ -102,6 +94,7 @@ class FP8Block128E8M0(FP8):
 
     name = "fp8_block128_e8m0"
     group = 128
+    payload_dtype = torch.float8_e4m3fn
     scale_dtype = torch.int32
     row_multiple = 4
     tolerance = 1 / 17 + 2.0**-20
@@ -124,7 +117,7 @@ class FP8Block128E8M0(FP8):
         return join(self, e4m3_to_f32(payload), e8m0_to_f32(codes[:, : payload.shape[1] // self.group]))
 
 
-class MXFP8(FP8):
+class MXFP8(BuiltIn):
     """Groups of 32 (Modular MAX EP contract, NVIDIA block-scaled MXFP8)::
 
         code = e8m0_up(amax / 448)                    upwards: |x / scale| stays within 448
@@ -140,6 +133,7 @@ class MXFP8(FP8):
 
     name = "mxfp8"
     group = 32
+    payload_dtype = torch.float8_e4m3fn
     scale_dtype = torch.float8_e8m0fnu
     tolerance = 1 / 17 + 2.0**-20
     scale_layout = Tiles128x4()

@@ -21,9 +21,6 @@ class Plain(BuiltIn):
     tolerance = 0.0
     scale_layout = None
 
-    def payload_width(self, hidden: int) -> int:
-        return hidden
-
     def quantize(self, x: Tensor, input_scale: Tensor | None = None) -> Quantized:
         check_rows(self, x, input_scale)
         return Quantized(x.to(self.payload_dtype), None)
@@ -56,10 +53,7 @@ class FP64(Plain):
 
     name = "fp64"
     payload_dtype = torch.float64
-
-    @property
-    def input_dtypes(self) -> tuple[torch.dtype, ...]:
-        return (*super().input_dtypes, torch.float64)
+    input_dtypes = (*BuiltIn.input_dtypes, torch.float64)
 
     def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
         return payload

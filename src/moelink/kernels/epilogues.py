@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from moelink.formats.device.codecs import encode_fp32_scale, encode_mxfp4, encode_mxfp8, encode_nvfp4
+from moelink.formats.device import encode_fp32_scale, encode_mxfp4, encode_mxfp8, encode_nvfp4
 from moelink.kernels.launch.device import is_interpreted
 from moelink.kernels.numeric import round_to
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from moelink.formats.base import Format
-from moelink.formats.device.casts import as_float, as_int
+from moelink.formats.device import as_float, as_int
 from moelink.kernels.launch.device import has_native_casts
 from moelink.kernels.scale_tiles import row_of_word, word_in_tiles
 from moelink.rows import common_kernel as common

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from moelink.formats.base import Format
-from moelink.formats.device.casts import f32_to_bf16
+from moelink.formats.device import f32_to_bf16
 from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
 
 LAYOUTS = ("row_major", "transposed", "tiles_128x4")

@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moelink.formats.device.casts import e4m3_to_f32
+from moelink.formats.device import e4m3_to_f32
 from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.device import has_native_casts, is_interpreted
 from moelink.kernels.numeric import round_to
