@@ -32,16 +32,7 @@ from torch import Tensor
 from moelink.arith import align_up
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.memory.blocks import SymmetricMemory
-from moelink.memory.setup import (
-    MACHINE,
-    NUMBER,
-    Exchange,
-    Schema,
-    machine_id,
-    refuse_other_machines,
-    refuse_other_sizes,
-    set_up,
-)
+from moelink.memory.setup import MACHINE, NUMBER, Exchange, Schema, machine_id, refuse_other_places, set_up
 
 DIRECTORY = "/dev/shm"
 """The file system that holds the blocks; its size (in containers often 64 MiB) limits them."""
@@ -50,15 +41,9 @@ _PAGE = 4096
 _MODE = 0o600
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 _SCHEMA: Schema = {
-    "nbytes": NUMBER,
-    "machine": MACHINE,
-    "namespace": NUMBER,
-    "pid": NUMBER,
-    "fd": NUMBER,
-    "device": NUMBER,
-    "inode": NUMBER,
-    "token": re.compile(r"[0-9a-f]{32}"),
-}
+    "nbytes": NUMBER, "machine": MACHINE, "namespace": NUMBER, "pid": NUMBER, "fd": NUMBER, "device": NUMBER,
+    "inode": NUMBER, "token": re.compile(r"[0-9a-f]{32}"),
+}  # fmt: skip
 
 
 class PosixMemory(SymmetricMemory):
@@ -95,8 +80,7 @@ class PosixMemory(SymmetricMemory):
                 return dict(zip(_SCHEMA, map(str, values), strict=True))
 
             def accept(peers: list[dict[str, str]]) -> list[Tensor]:
-                refuse_other_machines(peers)
-                refuse_other_sizes(peers)
+                refuse_other_places(peers)
                 return [_map(peer, fields) for peer, fields in enumerate(peers)]
 
             blocks = set_up(

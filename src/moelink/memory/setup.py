@@ -127,14 +127,15 @@ MACHINE = re.compile(r"[0-9a-f-]{36}")
 """The form of :func:`machine_id`."""
 
 
-def refuse_other_machines(peers: Sequence[Mapping[str, str]]) -> None:
-    """Raise UnsupportedError naming two ranks whose ``machine`` fields differ."""
+def refuse_other_places(peers: Sequence[Mapping[str, str]]) -> None:
+    """Raise UnsupportedError naming two ranks whose ``machine`` fields differ, or as :func:`refuse_other_sizes`."""
     for peer, fields in enumerate(peers):
         if fields["machine"] != peers[0]["machine"]:
             raise UnsupportedError(
                 f"rank {peer} is not on the machine of rank 0: expected one machine, within which memory is shared, "
                 "got several; use transport='collective'"
             )
+    refuse_other_sizes(peers)
 
 
 def refuse_other_sizes(peers: Sequence[Mapping[str, str]]) -> None:
@@ -171,11 +172,8 @@ def _decode_all(replies: object, *, kind: str, rank: int, world_size: int, schem
             raise ProtocolError(
                 f"rank {rank}: the record of rank {peer} in {_PHASE} is refused: {error}; run one moelink version on "
                 "every rank",
-                rank=rank,
-                peer=peer,
-                phase=_PHASE,
-                call=0,
-            ) from None
+                rank=rank, peer=peer, phase=_PHASE, call=0,
+            ) from None  # fmt: skip
         if said:
             raise UnsupportedError(f"rank {peer} could not set up its memory: {said['error']}")
         peers.append(fields)

@@ -27,16 +27,7 @@ from torch.distributed import ProcessGroup
 
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.memory.blocks import SymmetricMemory
-from moelink.memory.setup import (
-    MACHINE,
-    NUMBER,
-    Exchange,
-    Schema,
-    machine_id,
-    refuse_other_machines,
-    refuse_other_sizes,
-    set_up,
-)
+from moelink.memory.setup import MACHINE, NUMBER, Exchange, Schema, machine_id, refuse_other_places, set_up
 
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _SCHEMA: Schema = {"nbytes": NUMBER, "machine": MACHINE, "device": re.compile(r"[0-9a-zA-Z-]{1,64}")}
@@ -107,8 +98,7 @@ class TorchMemory(SymmetricMemory):
             return {"nbytes": str(nbytes), "machine": machine, "device": device_uuid(device)}
 
         def accept(peers: list[dict[str, str]]) -> None:
-            refuse_other_machines(peers)
-            refuse_other_sizes(peers)
+            refuse_other_places(peers)
             uuids = [fields["device"] for fields in peers]
             refuse_shared_devices(uuids)
             refuse_unreachable(uuids)

@@ -55,12 +55,8 @@ _CLOSE_SECONDS = 60.0
 _MULTICAST_OFF = "NVSHMEM_DISABLE_NVLS"
 _WRITES_ORDERING = 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
 _ORDERED_FOR_OWNER = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
-_SCHEMA: Schema = {
-    "nbytes": NUMBER,
-    "machine": MACHINE,
-    "device": re.compile(r"[0-9a-zA-Z-]{1,64}"),
-    "ordering": NUMBER,
-}
+_DEVICE = re.compile(r"[0-9a-zA-Z-]{1,64}")
+_SCHEMA: Schema = {"nbytes": NUMBER, "machine": MACHINE, "device": _DEVICE, "ordering": NUMBER}
 
 
 class NvshmemMemory(SymmetricMemory):
@@ -111,7 +107,12 @@ class NvshmemMemory(SymmetricMemory):
                 raise ArgumentError("device", "a CUDA device", device)
             _refuse_part_of_the_world(group)
             refuse_rocm(ranks_per_node)
-            _refuse_without_nvshmem()
+            if not symmetric_memory_module().is_nvshmem_available():
+                raise UnsupportedError(
+                    "transport='symmetric' between nodes: expected a torch that loads NVSHMEM (CUDA builds from 2.10 "
+                    "on bring nvidia-nvshmem), got one that does not; install such a build, or use "
+                    "transport='collective'"
+                )
             device_library()
             free = torch.cuda.mem_get_info(device)[0]
             if nbytes > free:
@@ -245,14 +246,6 @@ def refuse_rocm(ranks_per_node: int) -> None:
         raise UnsupportedError(
             "transport='symmetric' between nodes: expected NVSHMEM and CUDA, got a torch that is for ROCm; leave out "
             f"ranks_per_node={ranks_per_node}, or use transport='collective'"
-        )
-
-
-def _refuse_without_nvshmem() -> None:
-    if not symmetric_memory_module().is_nvshmem_available():
-        raise UnsupportedError(
-            "transport='symmetric' between nodes: expected a torch that loads NVSHMEM (CUDA builds from 2.10 on bring "
-            "nvidia-nvshmem), got one that does not; install such a build, or use transport='collective'"
         )
 
 

@@ -132,7 +132,7 @@ def _signaller(pid: int) -> Callable[[int], None]:
 def watch(pipe: int, pid: int, seconds: float, message: str) -> None:
     """Wait for ``pipe`` to say something or to close, at most ``seconds``; then end process ``pid``.
 
-    It is ended by SIGABRT, on which Python's ``faulthandler`` shows where the rank was, and by SIGKILL if it still
+    It is ended by SIGABRT, on which Python's ``faulthandler`` shows the rank's place, and by SIGKILL if it still
     lives a moment later.
     """
     try:
