@@ -23,7 +23,7 @@ BUDGET = {
     "reference": 899,
     "memory": 1737,
     "memory/nodes": 854,
-    "control": 3451,
+    "control": 3430,
     "kernels": 705,
     "kernels/combine": 1213,
     "kernels/dispatch": 3136,

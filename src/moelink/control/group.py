@@ -223,15 +223,9 @@ def _number_groups_anew() -> None:
 
 
 def meet(
-    store: Any,
-    rank: int,
-    world_size: int,
-    timeout: float,
-    *,
-    deadline: float | None = None,
-    group: Any = None,
+    store: Any, rank: int, world_size: int, timeout: float, *, deadline: float | None = None, group: Any = None,
     host_rank: int = -1,
-) -> World:
+) -> World:  # fmt: skip
     """Meet the ranks that share ``store``, a prefix that is theirs alone. Collective over them.
 
     Args:
@@ -264,14 +258,9 @@ def _meet(
     with naming_refusals():
         probe_server = ProbeServer(world_size)
     meeting = Meeting(
-        open_store,
-        connect_all,
-        rank=rank,
-        world_size=world_size,
-        address=probe_server.address,
-        deadline=deadline,
+        open_store, connect_all, rank=rank, world_size=world_size, address=probe_server.address, deadline=deadline,
         **options,
-    )
+    )  # fmt: skip
     try:
         control = meeting.wait()
     except BaseException as error:

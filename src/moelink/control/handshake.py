@@ -79,11 +79,8 @@ class Hello:
             raise ProtocolError(
                 f"rank {rank}: expected a handshake of this moelink version from rank {peer} in init, got a malformed "
                 f"message ({type(error).__name__}: {error}); install the same version on every rank",
-                rank=rank,
-                peer=peer,
-                phase="init",
-                call=0,
-            ) from error
+                rank=rank, peer=peer, phase="init", call=0,
+            ) from error  # fmt: skip
 
 
 def agree(world: World, config: EPConfig, address: Address, proposal: str, *, layout: str) -> Agreement:

@@ -19,8 +19,8 @@ on everything is as at ``init`` (:mod:`moelink.control.meeting`): new connection
 
 A corner has one *verdict*, a key that is written once, by compare-and-set: "go" by a rank that has seen all in the
 corner, or the rank at fault by one that finds its process gone or waits in vain. A rank that finds a verdict obeys it.
-So either all in a corner go on to meet, where the meeting makes all name the same rank, or all give up and name the
-rank of the verdict. Without it, a rank that gives up just when the others have gone on would be missing in the meeting,
+So either all in a corner go on to a meeting, which makes all name the same rank, or all give up and name the rank of
+the verdict. Without it, a rank that gives up just when the others have gone on would be missing in the meeting,
 and they would name it, or the store's host, whose exception ends the store. The host keeps the store for
 ``LINGER_SECONDS`` more, so that the others read the verdict. A rank that comes too late for that, or whose meeting
 fails, looks at the proposal of the rank it would name: a rank that lives and has begun again is not at fault, and both
@@ -297,9 +297,7 @@ class _Board:
                 )  # fmt: skip
         for peer, proposal in shown.items():
             if proposal == GONE:
-                raise PeerLostError(
-                    rank=self.rank, peer=peer, phase=PHASE, call=0, expected=0, got=None, detail=GONE_IN_WORDS
-                )
+                raise _late(self.rank, peer, GONE_IN_WORDS, lost=True)
         return shown
 
     def has_begun_again(self, peer: int, agreed: Mapping[int, Proposal]) -> bool:
@@ -426,9 +424,8 @@ def _heed(board: _Board, verdict: bytes) -> bool:
     if peer == board.rank:
         board.around.sleep(_PAUSE_SECONDS)
         return False
-    if lost:
-        raise PeerLostError(rank=board.rank, peer=peer, phase=PHASE, call=0, expected=0, got=None, detail=GONE_IN_WORDS)
-    raise _late(board.rank, peer, verdict[_END.size :].decode(errors="replace")[:200])
+    detail = GONE_IN_WORDS if lost else verdict[_END.size :].decode(errors="replace")[:200]
+    raise _late(board.rank, peer, detail, lost=lost)
 
 
 def _bounded_arrival(board: _Board, agreed: Mapping[int, Proposal], corner: Any, deadline: float) -> bool:
@@ -450,9 +447,7 @@ def named_as_before(around: Surroundings | None, survivors: Sequence[int]) -> It
     try:
         yield
     except PeerTimeoutError as error:
-        if around is None:
-            raise
-        if error.phase == PHASE:
+        if around is None or error.phase == PHASE:
             raise
         peer = survivors[error.peer] if 0 <= error.peer < len(survivors) else _silent(around, survivors)
         what = "ended" if isinstance(error, PeerLostError) else "stopped"
@@ -484,5 +479,6 @@ def _mismatch(lists: Mapping[int, Sequence[int]]) -> ConfigMismatchError:
     return ConfigMismatchError("ranks", dict(said))
 
 
-def _late(rank: int, peer: int, detail: str) -> PeerTimeoutError:
-    return PeerTimeoutError(rank=rank, peer=peer, phase=PHASE, call=0, expected=0, got=None, detail=detail)
+def _late(rank: int, peer: int, detail: str, *, lost: bool = False) -> PeerTimeoutError:
+    kind = PeerLostError if lost else PeerTimeoutError
+    return kind(rank=rank, peer=peer, phase=PHASE, call=0, expected=0, got=None, detail=detail)

@@ -79,8 +79,5 @@ def _decode(text: bytes, *, rank: int, peer: int) -> Any:
         raise ProtocolError(
             f"rank {rank}: expected a JSON value from rank {peer} in {_PHASE}, got a malformed one "
             f"({type(error).__name__}: {error}); install the same moelink version on every rank",
-            rank=rank,
-            peer=peer,
-            phase="init",
-            call=0,
-        ) from error
+            rank=rank, peer=peer, phase="init", call=0,
+        ) from error  # fmt: skip
