@@ -17,7 +17,7 @@ from moelink.kernels.launch import own_rows as staying
 from moelink.kernels.launch.grid import Launch
 from moelink.memory import workspace as workspaces
 from moelink.transports.symmetric import combine as combining
-from moelink.transports.symmetric import dispatch as dispatching
+from moelink.transports.symmetric import plans as dispatching
 from tests.support.setups import Draw
 
 LAUNCHES: dict[str, tuple[Launch, Launch, dict[str, int]]] = {

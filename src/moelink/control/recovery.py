@@ -480,5 +480,5 @@ def _mismatch(lists: Mapping[int, Sequence[int]]) -> ConfigMismatchError:
 
 
 def _late(rank: int, peer: int, detail: str, *, lost: bool = False) -> PeerTimeoutError:
-    kind = PeerLostError if lost else PeerTimeoutError
-    return kind(rank=rank, peer=peer, phase=PHASE, call=0, expected=0, got=None, detail=detail)
+    facts: dict[str, Any] = {"rank": rank, "peer": peer, "phase": PHASE, "call": 0, "expected": 0, "got": None}
+    return PeerLostError(**facts, detail=detail) if lost else PeerTimeoutError(**facts, detail=detail)
