@@ -33,7 +33,7 @@ BUDGET = {
     "rows": 1779,
     "transports": 1515,
     "transports/collective": 1735,
-    "transports/symmetric": 1926,
+    "transports/symmetric": 1927,
     "contract": 2422,
     "ops": 1551,
     "nn": 3195,

@@ -30,8 +30,8 @@ SMALL = ADDRESSES.index((DispatchOutputs, "row_offsets"))
 """The first address that may be one in the arena."""
 
 PLACES = {name: ADDRESSES.index((DispatchOutputs, name)) for name in DispatchOutputs._fields}
-"""The place of an output's field among the addresses."""
 PLACES["topk_weights"] = PLACES["weights"]
+"""The place of an output's field among the addresses."""
 
 _BEGINS = [sum(len(record._fields) for record in RECORDS[:i]) for i in range(len(RECORDS) + 1)]
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import methodcaller
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -118,23 +119,23 @@ class SymmetricTransport:
         self._end_rows(own_stream=not fused)
         first, *further = calls[0].passes
 
-        def each(step: Callable[[Dispatch | Combine, int], None], slot: int) -> None:
-            self._each(calls, lambda call: step(call, slot), own_stream=not fused)
+        def each(step: str, slot: int) -> None:
+            self._each(calls, methodcaller(step, slot), own_stream=not fused)
 
         if fused:
             for slot in (first, *further):
-                each(lambda call, slot: call.send_and_receive(slot), slot)
+                each("send_and_receive", slot)
             self._sent(calls)
             self._join()
             return Finished([call.result() for call in calls])
-        each(lambda call, slot: call.send(slot), first)
+        each("send", first)
         self._sent(calls)
 
         def finish() -> list[Any]:
-            each(lambda call, slot: call.receive(slot), first)
+            each("receive", first)
             for slot in further:
-                each(lambda call, slot: call.send(slot), slot)
-                each(lambda call, slot: call.receive(slot), slot)
+                each("send", slot)
+                each("receive", slot)
             self.partly_sent = False
             self._join()
             return [call.result() for call in calls]
