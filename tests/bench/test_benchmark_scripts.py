@@ -58,8 +58,9 @@ def test_subcommands_are_processes_of_their_own(monkeypatch: pytest.MonkeyPatch)
     """Triton, which the command has imported, is there before a script could choose its interpreter."""
     started: list[list[str]] = []
     monkeypatch.setattr(command.subprocess, "call", lambda words: started.append(words) or 3)
-    assert CliRunner().invoke(app.app, ["bench", "launchers", "--ranks", "2", "--out", "x.json"]).exit_code == 3
-    assert started == [[sys.executable, "-m", "moelink_bench.launchers", "--ranks", "2", "--out", "x.json"]]
+    typed = [["launchers", "--ranks", "2", "--out", "x.json"], ["sweep", "--tokens", "1", "32", "--", "80,316,8,80"]]
+    assert [CliRunner().invoke(app.app, ["bench", *words]).exit_code for words in typed] == [3, 3]
+    assert started == [[sys.executable, "-m", f"moelink_bench.{name}", *given] for name, *given in typed]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")

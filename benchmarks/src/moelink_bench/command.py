@@ -223,6 +223,9 @@ def _script(name: str) -> Callable[[typer.Context], None]:
     return start
 
 
-OWN_OPTIONS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+OWN_OPTIONS: dict[str, Any] = {
+    "allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": [],
+    "allow_interspersed_args": False,  # else the parser drops "--", which ends a list of sweep
+}  # fmt: skip
 for _name, _text in SCRIPTS.items():
     bench_app.command(_name, help=_text, context_settings=OWN_OPTIONS)(_script(_name))
