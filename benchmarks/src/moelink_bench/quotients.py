@@ -25,7 +25,6 @@ from torch import Tensor
 
 from moelink_bench.script import Save, Script
 
-SIGNIFICANDS = 1 << 23
 CHUNK = 1 << 15
 
 
