@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moelink.tools.plots import FAINT, INK, MUTED, OTHERS, OURS, bare, blues, new_figure
+from moelink.tools.plots import FAINT, INK, MUTED, OTHERS, OURS, bare, blues, new_figure, write_head
 
 HERE = Path(__file__).resolve().parent
 OURS_BACK = "#9cc7e8"
@@ -26,13 +26,12 @@ def draw_demo(document: dict[str, Any], path: Path) -> None:
     _wire(right, document)
     config = document["config"]
     layer = config["layer"]
-    figure.text(0.055, 0.935, "One layer of text through moelink", size=15, weight="bold", color=INK)
-    figure.text(
-        0.055, 0.885,
+    write_head(
+        figure, "One layer of text through moelink",
         f"{document['num_tokens']:,} bytes of text · {config['ranks']} ranks · top-{layer['topk']} of "
         f"{layer['num_experts']} experts · hidden size {layer['hidden_size']} · {document['formats'][0]['transport']} "
         f"transport · {document['device'].upper()}",
-        size=9.5, color=MUTED,
+        left=0.055, top=0.935, below=0.885,
     )  # fmt: skip
     figure.savefig(path)
 

@@ -45,11 +45,11 @@ BUDGET = {
     "tools/demo": 649,
     "tools/doctor": 897,
     "tools/plan": 2137,
-    "tools/plots": 313,
-    "tools/trace": 220,
+    "tools/plots": 317,
+    "tools/trace": 219,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 8250, "layer": 1362, "frameworks": 1008}
+BUDGET_OF_BENCH = {".": 8249, "layer": 1362, "frameworks": 1008}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moelink.tools.documents import INDEX, RANKS, TEXT, US, Maybe, number
-from moelink.tools.plots import INK, MUTED, OURS, frame, log_axis, new_figure
+from moelink.tools.plots import INK, MUTED, OURS, frame, log_axis, new_figure, write_head
 from moelink.tools.results import BENCHMARK, CASE, COLLECTIVE, METHODS, RUN, SYMMETRIC
 from moelink_bench.measure import PHASES
 
@@ -99,8 +99,7 @@ def draw_bench(documents: Sequence[dict[str, Any]], path: Path) -> None:
         panels[1][1].set_axis_off()
     _key(panels[1][2], panels[0])
     head = next(document for document in documents if document["ranks"] == most)
-    figure.text(0.06, 0.95, "moelink: dispatch and combine", size=15, weight="bold", color=INK)
-    figure.text(0.06, 0.915, subtitle(head), size=9.5, color=MUTED)
+    write_head(figure, "moelink: dispatch and combine", subtitle(head), left=0.06, top=0.95, below=0.915)
     figure.savefig(path)
 
 

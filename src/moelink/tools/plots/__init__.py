@@ -27,6 +27,12 @@ def new_figure(height: float) -> Any:
     return figure
 
 
+def write_head(figure: Any, title: str, facts: str, *, left: float, top: float, below: float) -> None:
+    """Write a title at height ``top``, and a line of facts at ``below``, as shares of the figure."""
+    figure.text(left, top, title, size=15, weight="bold", color=INK)
+    figure.text(left, below, facts, size=9.5, color=MUTED)
+
+
 def bare(axes: Any) -> None:
     """Remove the box and the tick marks."""
     for spine in axes.spines.values():

@@ -11,7 +11,7 @@ from moelink.errors import ArgumentError
 from moelink.nn.load import KIND, LayerLoad, LoadStats, combine_reports
 from moelink.tools import documents
 from moelink.tools.documents import FLAG, RANKS, TEXT, count, number, one_of
-from moelink.tools.plots import INK, MUTED, OTHERS, OURS, bare, blues, new_figure
+from moelink.tools.plots import INK, OTHERS, OURS, bare, blues, new_figure, write_head
 
 Axis = Literal["steps", "layers"]
 
@@ -82,15 +82,14 @@ def draw_load(layers: Sequence[LayerLoad], path: Path, *, along: Axis | None = N
     _heat_map(figure, left, shown)
     _rank_load(right, shown.stats)
     stats = shown.stats
-    figure.text(0.06, 0.935, "Where tokens go", size=15, weight="bold", color=INK)
     whose = "all ranks' tokens" if stats.replicated or len(layers[0].ranks) == stats.world_size else (
         f"only the tokens of rank{'s' if len(layers[0].ranks) > 1 else ''} {', '.join(map(str, layers[0].ranks))}"
     )  # fmt: skip
-    figure.text(
-        0.06, 0.885,
+    write_head(
+        figure, "Where tokens go",
         f"{sum(stats.tokens_per_expert):,} choices of {len(stats.tokens_per_expert)} experts on {stats.world_size} "
         f"rank{'s' if stats.world_size > 1 else ''} · {whose}",
-        size=9.5, color=MUTED,
+        left=0.06, top=0.935, below=0.885,
     )  # fmt: skip
     figure.savefig(path)
 

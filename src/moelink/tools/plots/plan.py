@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moelink.tools.plots import INK, MUTED, OURS, frame, log_axis, new_figure
+from moelink.tools.plots import INK, MUTED, OURS, frame, log_axis, new_figure, write_head
 
 NETWORK = "#d08c60"
 DARK = "#0b2e59"
@@ -27,13 +27,12 @@ def draw_plan(document: dict[str, Any], path: Path) -> None:
     _bytes(dispatch, document, "dispatch")
     _bytes(combine, document, "combine")
     layer = document["layer"]
-    figure.text(0.07, 0.955, "moelink plan", size=15, weight="bold", color=INK)
-    figure.text(
-        0.07, 0.925,
+    write_head(
+        figure, "moelink plan",
         f"{layer['tokens']} tokens a rank · top-{layer['topk']} of {layer['num_experts']} experts · hidden size "
         f"{layer['hidden_size']} · {layer['dispatch_format']} · {document['routing']} routing · "
         f"{document['ranks_per_node']} ranks a node",
-        size=9.5, color=MUTED,
+        left=0.07, top=0.955, below=0.925,
     )  # fmt: skip
     figure.savefig(path)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moelink.errors import ArgumentError
-from moelink.tools.plots import FAINT, INK, MUTED, new_figure
+from moelink.tools.plots import FAINT, INK, new_figure, write_head
 
 COLOURS: dict[str, tuple[str, tuple[str, ...]]] = {
     "waits for credit, counts, heads": ("#e07a5f", ("credit seen", "counts seen", "heads seen")),
@@ -68,13 +68,12 @@ def draw_trace(document: dict[str, Any], path: Path) -> None:
         loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=4, frameon=False, fontsize=8.5, labelcolor=INK,
         handlelength=1.1, handleheight=0.9, columnspacing=1.4, borderaxespad=0.2,
     )  # fmt: skip
-    figure.text(0.07, 0.95, "One dispatch and its combine, CTA by CTA", size=15, weight="bold", color=INK)
-    figure.text(
-        0.07, 0.91,
+    write_head(
+        figure, "One dispatch and its combine, CTA by CTA",
         f"{facts['world_size']} ranks · {facts['device']} · up to {facts['max_tokens_per_rank']} tokens per rank · "
         f"top-{facts['topk']} of {facts['num_experts']} experts · hidden size {facts['hidden_size']} · "
         f"{facts['dispatch_format']} · each line one SM",
-        size=9.5, color=MUTED,
+        left=0.07, top=0.95, below=0.91,
     )  # fmt: skip
     figure.savefig(path)
 
