@@ -22,7 +22,7 @@ MADE = "<!-- Made by docs/support/reference.py (make reference). -->\n"
 
 
 def application() -> typer.Typer:
-    """What ``python -m moelink`` runs."""
+    """The application of ``python -m moelink``."""
     app: typer.Typer = importlib.import_module(f"{moelink.__main__.main.__module__}.app").app
     return app
 
@@ -40,7 +40,7 @@ def paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]
 
 
 def cli_page() -> str:
-    """What ``--help`` says of every command."""
+    """The page of the commands: the ``--help`` of each."""
     sections, app = [], application()
     for words in paths(typer.main.get_command(app)):
         result = CliRunner().invoke(app, [*words, "--help"], prog_name="moelink", terminal_width=88)

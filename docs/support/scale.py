@@ -69,7 +69,7 @@ def row_of(size: dict[str, Any]) -> str:
 
 
 def tables() -> str:
-    """What stands between the marks."""
+    """The text between the marks."""
     head = (
         "| GPUs | nodes | rows travel by | experts a GPU | memory, GB | network, MB | dispatch | experts | combine "
         "| **layer** | with one level | communication |\n"
@@ -83,7 +83,7 @@ def tables() -> str:
 
 
 def table_of_formats() -> str:
-    """What rows that come home in fp8_block128 save, in the form that "auto" chooses for them."""
+    """The savings of rows that come home in fp8_block128, in the form that "auto" chooses for them."""
     head = (
         "### Rows home in 8 bits\n\n"
         "| GPUs | tokens | combine, bf16 | combine, fp8_block128 | layer, bf16 | layer, fp8_block128 |\n"

@@ -31,7 +31,7 @@ METHOD = {
 
 @dataclass(frozen=True)
 class CeilingSamples:
-    """What one rank measured.
+    """The measurements of one rank.
 
     Attributes:
         bytes: that leave this rank in one sample.

@@ -4,7 +4,7 @@ Both move the same tokens, in the same run, iteration by iteration in turn. Noth
 passed the correctness gate. A time is the median over iterations of the slowest rank.
 
 * **moelink**: ``ep.dispatch`` and ``ep.combine``: one row per (token, destination rank) out, one pre-reduced row home.
-* **baseline**: what one writes without a library: sort the (token, expert) pairs by expert, exchange counts, send one
+* **baseline**: the code without a library: sort the (token, expert) pairs by expert, exchange counts, send one
   row per pair in one ``all_to_all_single``, group by expert on arrival; results return the same way, and are then
   summed with the router weights.
 
@@ -81,8 +81,13 @@ def bytes_sent(case: Case, batch: Batch, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank saw: why the gate failed ("" if it did not), microseconds per iteration by phase, and bytes by
-    phase."""
+    """The result of one rank.
+
+    Attributes:
+        gate: the reason for a failure of the gate, or "".
+        microseconds: of each iteration, by phase.
+        bytes: by phase.
+    """
 
     gate: str
     microseconds: dict[str, list[float]]
@@ -90,7 +95,7 @@ class RankResult:
 
 
 def correctness_gate(case: Case, batch: Batch, outputs: dict[str, Tensor], same_rows: bool) -> str:
-    """Return what is wrong with the outputs, or "" when both are the layer's result and both delivered equal rows."""
+    """Return the fault of the outputs, or "" if both are the layer's result and both delivered equal rows."""
     for name, out in outputs.items():
         fault = difference_from_truth(out, batch, case.of_rank)
         if fault:

@@ -1,4 +1,4 @@
-"""What a result of ``moelink bench`` says about others, and about SM limits.
+"""Comparisons of a result of ``moelink bench`` with other libraries, and shares of the speed under SM limits.
 
 There are three comparisons with others, of which two count:
 
@@ -47,7 +47,7 @@ class Comparison:
         kind: which.
         against: the contender that it cannot do without.
         won: cases in which moelink was faster than everybody.
-        cases: cases in which ``against`` was measured too.
+        cases: cases in which ``against`` was measured.
         lost: labels of cases in which somebody was faster.
         missing: labels of cases in which ``against`` has no figures.
         reasons: why.
@@ -120,7 +120,7 @@ def merged(documents: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def gate_line(document: dict[str, Any]) -> str:
-    """Return what the speed gate of a document says, in a few words."""
+    """Return the verdict of a document's speed gate, in a few words."""
     return {
         True: "speed gate: passed, moelink is faster in both comparisons that count, at every size",
         False: "speed gate: NOT passed",
@@ -284,11 +284,11 @@ class Published:
 
     Attributes:
         system: the library.
-        hardware: what it ran on.
+        hardware: its machine.
         ranks: how many.
         tokens: tokens per rank.
         dispatch, combine: as stated, with their unit.
-        conditions: what differs from a case of ``moelink bench`` with the same tokens.
+        conditions: differences from a case of ``moelink bench`` with the same tokens.
         source: where it stands.
     """
 
@@ -335,7 +335,7 @@ DEEPEP_V2: tuple[Published, ...] = (
 
 
 def beside(cases: Sequence[Case]) -> tuple[Published, ...]:
-    """Return what was published for the sizes of ``cases``: fp8_block128, hidden size 7168, top-8, uniform routing."""
+    """Return published figures for the sizes of ``cases``: fp8_block128, hidden size 7168, top-8, uniform routing."""
     tokens = {
         case.tokens
         for case in cases

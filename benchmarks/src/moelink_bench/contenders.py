@@ -27,7 +27,7 @@ from moelink_bench.presets import Case
 from moelink_bench.workload import Batch, Workload, rows_to_dispatch
 
 Handle = Any
-"""What a contender's dispatch returns and its combine takes."""
+"""The result of a contender's dispatch, which its combine takes."""
 Call = Callable[[], Any]
 
 
@@ -36,7 +36,7 @@ class Contender(ABC):
 
     Attributes:
         name: in tables and files.
-        note: what a reader must know to compare it, as what it leaves out; "" for nothing.
+        note: its differences from others, such as omitted work, or "".
         capturable: calls do not synchronise with the host, so that a CUDA graph can hold them.
         alternates: the parts of the chain must follow one another, so that none can be repeated on its own.
         kernel_prefix: what the names of its kernels start with ("" for any); None where they are not looked at.
@@ -57,7 +57,7 @@ class Contender(ABC):
         return ()
 
     def check(self) -> str:
-        """Return what is wrong with its results, or "". Collective; synchronises."""
+        """Return the fault of its results, or "". Collective; synchronises."""
         return ""
 
     def close(self) -> None:  # noqa: B027 - most have nothing else
@@ -139,7 +139,7 @@ class MoelinkContender(Calls):
         return out
 
     def check(self) -> str:
-        """ "": what went wrong in the calls so far, rows that did not fit included, is raised."""
+        """Return "", or raise the error of the calls so far. Rows that did not fit are an error."""
         self.ep.check()
         return ""
 
@@ -218,7 +218,7 @@ ROW_FIELDS = ("tokens", "src_info", "weights", "topk_ids", "topk_weights")
 
 
 def expert_factor(expert: Tensor) -> Tensor:
-    """Return what an expert multiplies its rows with: +-1, +-2 or +-0.5, exact in every dtype. fp32.
+    """Return the factor of an expert's rows: +-1, +-2 or +-0.5, exact in every dtype. fp32.
 
     Example: experts 0, 1, 2, 3 multiply with 0.5, -1, 2, -0.5.
     """
@@ -321,9 +321,9 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 def check_transports(
     communicators: Mapping[str, moelink.Communicator], batch: Batch, case: Case, *, rank: int, world_size: int
 ) -> str:
-    """Return what is wrong with ``communicators``, by name, or "". The others are compared with the first one.
+    """Return the faults of ``communicators``, by name, or "". The others are compared with the first one.
 
-    Collective: every rank makes the same calls, whatever it finds.
+    Collective: every rank makes the same calls, even after a fault.
     """
     recvs, outs, faults = {}, {}, []
     x, scales = rows_to_dispatch(case, batch.x)

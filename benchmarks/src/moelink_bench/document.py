@@ -1,4 +1,4 @@
-"""Result files: what stands at their head, and how they are written. :mod:`moelink.tools.results` reads them.
+"""Result files: their first fields, and how they are written. :mod:`moelink.tools.results` reads them.
 
 Every result names its commit, versions, machine and the variables that change how fast things are.
 """
@@ -119,7 +119,7 @@ def head(benchmark: str, *, command: str, commit: str | None = None) -> dict[str
 def run_head(
     benchmark: str, plan: Any, devices: Sequence[str], gate: Mapping[str, Any], command: str, commit: str | None
 ) -> dict[str, Any]:
-    """Return what the result of a preset has without figures: its head, and ``plan``, ``devices`` by rank, ``gate``."""
+    """Return the fields of a preset's result without figures: its head, and ``plan``, ``devices`` by rank, ``gate``."""
     return {
         **head(benchmark, command=command, commit=commit), "preset": plan.preset, "device": plan.device,
         "devices": list(devices), "ranks": len(devices), "settings": to_document(plan.settings), "gate": gate,

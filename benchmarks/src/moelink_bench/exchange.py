@@ -1,4 +1,4 @@
-"""What one writes without a library: sort by expert, all-to-all of a copy per expert, all-to-all back, sum.
+"""Dispatch and combine without a library: sort by expert, all-to-all of a copy per expert, all-to-all back, sum.
 
 Legend: ``T`` tokens, ``K`` topk, ``H`` hidden_size, ``E`` num_experts, ``G`` experts of a rank, ``R`` received rows.
 """
@@ -17,7 +17,7 @@ from moelink.routing import ExpertMap
 
 @dataclass(frozen=True)
 class Home:
-    """What brings exchanged rows home.
+    """The record of an exchange, by which its rows return.
 
     Attributes:
         weights: [T, K] fp32, router weights.

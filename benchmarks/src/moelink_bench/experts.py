@@ -65,7 +65,7 @@ BF16, FP8 = "bf16", "fp8"
 PRODUCTS = ("gate_up", "down")
 LOADS = ("4", "32", "128", "1024", "few", "one", "mixed", "room")
 LOADS_OF_SWEEP = ("4", "32", "64", "128", "1024")
-"""What is measured where the command line says nothing."""
+"""The defaults of ``--loads``, without and with ``--sweep``."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def contenders(device: torch.device) -> dict[str, Product]:
 
 
 def experts_in_bf16(rows: Rows, gate_up: Weights, down: Weights) -> Tensor:
-    """All of the experts in bf16: what ``moelink.nn.grouped_experts`` does of rows that are numbers already."""
+    """All of the experts in bf16, as ``moelink.nn.grouped_experts`` computes them from rows without scales."""
     inner = gated_activation(by_torch(rows, gate_up), rows.offsets, functional.silu)
     return grouped_matmul(inner, rows.offsets, down.numbers)
 
@@ -221,7 +221,7 @@ def microseconds(action: Action, device: torch.device, samples: int) -> float:
 
 
 def figures(us: float, sizes: Sequence[int], columns: int, inner: int, weight_bytes: int) -> dict[str, float]:
-    """What a product of ``us`` microseconds reaches: TB/s of the weights of experts with rows, and TFLOP/s.
+    """The rates of a product of ``us`` microseconds: TB/s of the weights of experts with rows, and TFLOP/s.
 
     >>> figures(10.0, [2, 0], columns=1000, inner=1000, weight_bytes=1)
     {'us': 10.0, 'weights_tb_per_s': 0.1, 'tflop_per_s': 0.4}
@@ -290,7 +290,7 @@ def candidates() -> list[Any]:
 
 
 def compile_tiles(job: tuple[Any, str], shape: Shape) -> str:
-    """Compile for tiles and a product into Triton's cache on disk, in a process of its own; what went wrong, or ""."""
+    """Compile for tiles and a product into Triton's cache on disk, in a process of its own; return the error, or ""."""
     tiles, groups, (columns, inner) = job[0], shape.experts, shape.product(job[1])
     device = torch.device("cuda")
     fp8 = functools.partial(torch.empty, dtype=torch.float8_e4m3fn, device=device)
@@ -305,7 +305,7 @@ def compile_tiles(job: tuple[Any, str], shape: Shape) -> str:
 
 
 def _launch_alone(tiles: Any, rows: tuple[Tensor, Tensor], offsets: Tensor, weight: BlockQuantized, out: Tensor) -> str:
-    """Serve all groups with ``tiles``; what went wrong, or ""."""
+    """Serve all groups with ``tiles``; return the error, or ""."""
     from triton.errors import TritonError
 
     from moelink.rows.grouped_fp8 import Settings, launch

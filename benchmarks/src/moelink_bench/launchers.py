@@ -69,7 +69,7 @@ def capacity_of(case: Case) -> int:
 
 
 def inputs(case: Case, ranks: int, device: torch.device) -> list[Given]:
-    """What both sides are given."""
+    """The inputs of both sides."""
     found = []
     for rank in range(ranks):
         drawn = rank_batch(case, seed=7, rank=rank, copy=0, world_size=ranks, device=device)

@@ -1,4 +1,4 @@
-"""Measure one contender on one rank: what it repeats and the parts of its chain, by every method that it allows."""
+"""Measure one contender on one rank: its repeated calls and the parts of its chain, by every method that it allows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moelink_bench.timing import (
 )
 
 PHASES = ("dispatch", "combine", "both")
-"""What is measured of a dispatch with its combine."""
+"""The phases of a dispatch with its combine."""
 
 ALTERNATES = "alone only between events, as its calls must alternate"
 FAILED = "the capture failed: "
@@ -53,11 +53,11 @@ class PhaseSamples:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank measured of one contender.
+    """The measurements of one contender on one rank.
 
     Attributes:
         phases: by name, parts of the chain first.
-        fault: what is wrong with the whole in a graph, or "".
+        fault: the fault of the whole in a graph, or "".
     """
 
     phases: Mapping[str, PhaseSamples]
@@ -72,7 +72,7 @@ def measure_contender(
 
     Parts of the chain that cannot be repeated alone are measured as parts of repeated chains. A method that fails on
     the way raises. ``warm``: the chain of every input has run before. Calls made one by one have ``eager_samples``, or
-    as many as graphs. ``judge`` returns what is wrong with the graph of the whole, or "". It is released before chains
+    as many as graphs. ``judge`` returns the fault of the graph of the whole, or "". It is released before chains
     are captured, whose memory it would add to.
     """
     calls, samples = settings.host_calls, settings.host_samples
@@ -143,7 +143,7 @@ def _measure_repeated(
 
 
 def _capture(contender: Contender, clock: Clock, capturing: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what ``capturing`` returns, or None on all ranks and why."""
+    """Return the result of ``capturing``, or None on all ranks and the reason."""
     if clock.device.type != "cuda":
         return None, "no CUDA graphs on a CPU"
     if not contender.capturable:

@@ -166,7 +166,7 @@ def stalls(dispatch_format: str, modules: Path) -> tuple[list[str], list[dict[st
 
 
 def read_stalls(report: Path, modules: Path) -> list[dict[str, Any]]:
-    """Return what a report says of each kernel in it."""
+    """Return the condensed samples of each kernel in a report."""
     sys.path.insert(0, str(modules))
     import ncu_report  # type: ignore[import-not-found]
 

@@ -66,7 +66,7 @@ def require_flashinfer() -> None:
 
 
 class _TorchComm:
-    """What its set-up asks of a group, over torch.distributed."""
+    """The group that FlashInfer's set-up needs, over torch.distributed."""
 
     def Get_rank(self) -> int:  # noqa: N802
         return dist.get_rank()
@@ -178,7 +178,7 @@ class FlashInferMarked(FlashInferContender):
 
 
 def payloads(case: Case, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> list[Tensor]:
-    """Return what travels for each token: quantised rows, row-major scales if there are any, ids, weights."""
+    """Return the payloads of each token: quantised rows, row-major scales if there are any, ids, weights."""
     quantized = get_format(case.format).quantize(x)
     rows = [quantized.payload] if quantized.scales is None else [quantized.payload, quantized.scales]
     return [*(row.view(torch.uint8) if row.element_size() == 1 else row for row in rows), topk_ids, topk_weights]
@@ -249,7 +249,7 @@ class FlashInferWhole(FlashInferMarked):
 
 
 def flashinfer_contenders(layout: Layout) -> tuple[type[FlashInferContender], ...]:
-    """Return what runs with moelink's ``layout``: FlashInfer alone does what layout "rank" does."""
+    """Return the contenders for moelink's ``layout``: FlashInfer alone corresponds to layout "rank"."""
     return (FlashInferContender, FlashInferMarked) if layout == "rank" else (FlashInferWhole,)
 
 
@@ -282,7 +282,7 @@ def group_of_expert(case: Case, world_size: int) -> Tensor:
 
 
 def leaves_out(case: Case, world_size: int) -> str:
-    """Return what this operation leaves out."""
+    """Return the work that this operation omits."""
     local = case.num_experts // world_size
     grouping = f"groups of {local // MOST_GROUPS} experts or more instead of each expert, " * (local > MOST_GROUPS)
     return (

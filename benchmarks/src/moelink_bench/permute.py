@@ -123,7 +123,7 @@ class PermuteSpec(Constants):
 
 @dataclass(frozen=True)
 class Permuted:
-    """What :meth:`Permutation.permute` returns, valid until its next call.
+    """The result of :meth:`Permutation.permute`, valid until its next call.
 
     Attributes:
         rows: [R, n] received rows by expert; those behind the last are undefined.

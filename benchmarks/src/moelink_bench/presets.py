@@ -125,7 +125,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What every run of a preset has.
+    """The common part of the plans of all presets.
 
     Attributes:
         preset: its name.
@@ -156,7 +156,7 @@ class Plan(RunPlan):
     """A run of dispatch and combine.
 
     Attributes:
-        cases: what is measured, in order.
+        cases: in order.
         peers: of :data:`PEERS`, those that take part.
     """
 

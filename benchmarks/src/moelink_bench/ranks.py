@@ -44,7 +44,7 @@ def joined(rank: int, kind: str, *, flush_bytes: int, timeout: float = 600.0) ->
 
 
 def teller(rank: int, path: str) -> Callable[[str], None]:
-    """Return what appends a line to the file ``path``, on rank 0 and where it is not ""."""
+    """Return a function that appends a line to the file ``path`` on rank 0, and does nothing if ``path`` is ""."""
 
     def say(message: str) -> None:
         if rank == 0 and path:

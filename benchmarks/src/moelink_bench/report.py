@@ -49,7 +49,7 @@ class RankReport:
 
     Attributes:
         device: its device's name.
-        gate: what is wrong, "" when nothing is; then and only then there are rows.
+        gate: the fault, or ""; there are rows if and only if it is "".
         ceiling: its samples of the ceiling.
         gates: one line per case that passed.
         messages: per case, per rotated input, messages to each rank.

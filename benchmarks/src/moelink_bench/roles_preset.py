@@ -46,7 +46,7 @@ class RolesPlan:
 
     Attributes:
         preset: its name.
-        cases: what is measured, in order; only the layouts of neighbours differ where both are measured.
+        cases: in order; only the layouts of neighbours differ where both are measured.
         device: "cuda" (device 0) or "cpu".
         rounds: of all cases; a figure is the median of the rounds.
         peers: FlashInfer takes part.
@@ -68,7 +68,7 @@ class RolesPlan:
 
     @property
     def settings(self) -> dict[str, float]:
-        """What a result says of how often things ran."""
+        """The settings of the run, for its result."""
         return {"rounds": self.rounds, "timeout": self.timeout}
 
     @property
@@ -155,7 +155,7 @@ def copy_bandwidth(device: DeviceKind) -> dict[str, Any]:
 
 
 class Run:
-    """A run under way: what was answered, what was left out, and the first fault."""
+    """A run under way: its answers, the omitted cases, and the first fault."""
 
     def __init__(self, plan: RolesPlan, progress: Progress) -> None:
         self.plan, self.progress, self.fault = plan, progress, ""

@@ -129,7 +129,7 @@ def run_case(
 
 
 def run_gate(contenders: list[MoelinkContender], workload: Workload, rank: int, world_size: int) -> str:
-    """Return what is wrong on any rank with the first two inputs, or ""."""
+    """Return the fault of the first two inputs on any rank, or ""."""
     if not contenders:
         return ""
     faults = [
@@ -269,7 +269,7 @@ def run_peer(plan: Plan, peer: PeerName, program: Callable[..., list[RankRow]]) 
     """Run one peer, and return its rows by rank. Whatever goes wrong becomes the reason of its rows.
 
     Cases with an SM limit are left out, as only moelink has one. all_to_all_vdev_2d sends a row to each expert, so its
-    cases with one row per rank are left out too.
+    cases with one row per rank are also left out.
     """
     chosen = [index for index, case in enumerate(plan.cases) if case.num_sms is None and names_of(peer, case)]
     if plan.device != "cuda":

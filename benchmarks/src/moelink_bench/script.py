@@ -29,11 +29,11 @@ SCRIPTS: Mapping[str, str] = MappingProxyType({
     "roles": "Compare the kernels of two source trees, role by role, on one device.",
     "sweep": "Time launch settings of the symmetric kernels, or pairs of calls; by torchrun.",
 })  # fmt: skip
-"""Name of each, which is its module too, and what it does."""
+"""Name and purpose of each script; the name is that of its module."""
 
 
 def main_of(name: str) -> Callable[[Sequence[str] | None], int]:
-    """Return what runs a script with its arguments, and returns the exit status."""
+    """Return the function that runs a script with its arguments and returns the exit status."""
     module = f"moelink_bench.{name}" + ".__main__" * (name == "frameworks")
     main: Callable[[Sequence[str] | None], int] = importlib.import_module(module).main
     return main
@@ -59,7 +59,7 @@ class Script:
 
     Attributes:
         name: of :data:`SCRIPTS`.
-        text: what ``--help`` says; the first line tells what it does.
+        text: of ``--help``; the first line names its purpose.
         options: adds options to those that all scripts have, ``--commit`` and ``--out``.
         run: measures by the arguments, saves the result and returns the exit status.
         out: file in ``benchmarks/results`` where ``--out`` names none, with arguments and "benchmark" in braces; "" for

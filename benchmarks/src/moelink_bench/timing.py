@@ -228,7 +228,7 @@ def in_turns(
 ) -> dict[K, list[float]]:
     """Return the microseconds of each action's samples. They take turns, so that a clock that falls meets all of them.
 
-    ``around``: what each action's turn is enclosed in, by its name.
+    ``around``: the context of each action's turn, by its name.
     """
     taken: dict[K, list[float]] = {name: [] for name in actions}
     for turn in range(how.dropped + how.turns):

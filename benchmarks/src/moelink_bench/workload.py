@@ -106,7 +106,7 @@ class Batch:
 
 
 def rows_to_dispatch(case: Case, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return what dispatch is given for ``x``: ``x`` alone, or its payload and row-major scales where ``quantised``."""
+    """Return the rows to dispatch for ``x``: ``x`` alone, or its payload and row-major scales where ``quantised``."""
     if not case.quantised:
         return x, None
     made = get_format(case.format).quantize(x)
@@ -118,7 +118,7 @@ class Workload:
     """One rank's rotating inputs.
 
     Attributes:
-        case: what they are inputs of.
+        case: of the inputs.
         batches: one per copy; call i uses ``batches[i % len(batches)]``.
         rows: per copy, what dispatch is given for ``x`` of its batch: :func:`rows_to_dispatch`.
         capacity: rows of every dispatch output, the same on all ranks.

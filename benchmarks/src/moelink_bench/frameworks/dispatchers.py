@@ -1,7 +1,7 @@
-"""Dispatchers of a framework and of moelink in the same layer: what is compared, and how it is timed.
+"""Dispatchers of a framework and of moelink in the same layer: their comparison and their times.
 
-Every size is one batch that each rank has: few tokens as in decode, many as in prefill or in training. What the layer
-makes is compared before anything is timed.
+Each rank has one batch of every size: few tokens as in decode, many as in prefill or in training. The outputs of the
+layer are compared before any call is timed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Dispatcher(Contender):
 
     Attributes:
         name: whose it is.
-        passes: by name what is timed; each is given the tokens of a rank.
-        made: what the layer makes of so many tokens, for the comparison.
+        passes: the timed calls by name; each takes the tokens of a rank.
+        made: returns the parts of the layer for so many tokens, for the comparison.
         checked: raises where a call since the last check lost rows or failed.
     """
 
@@ -69,7 +69,7 @@ class Dispatcher(Contender):
     checked: Callable[[], None] = lambda: None
 
     def repeats(self, copy: int) -> dict[str, Action]:
-        """Return what is timed with ``copy`` tokens of each rank."""
+        """Return the timed calls for ``copy`` tokens of each rank."""
         return {name: functools.partial(call, copy) for name, call in self.passes.items()}
 
     def check(self) -> str:
@@ -80,14 +80,14 @@ class Dispatcher(Contender):
 
 @dataclass(frozen=True)
 class Layer:
-    """What a framework's module makes of a case.
+    """The layer of a framework for a case.
 
     Attributes:
         contenders: the framework's own dispatcher, and moelink's.
-        note: what has to be said of the first.
+        note: remarks on the first.
         close: closes moelink's communicators and the framework's groups. Collective.
-        step: what a step of the framework with so many tokens on every rank is enclosed in.
-        expected: what the layer has to make of so many tokens; None where the first contender is the measure.
+        step: the context of a step of the framework with so many tokens on every rank.
+        expected: returns the right parts for so many tokens; None if the first contender is the measure.
         captured: passes are timed in CUDA graphs too, where they can be.
     """
 
@@ -153,7 +153,7 @@ def compare(layer: Layer, case: Case) -> dict[str, float]:
 
 
 Calls = dict[tuple[str, str], Action]
-"""What is timed, by contender and pass."""
+"""Timed calls, by contender and pass."""
 
 
 def time_calls(calls: Calls, clock: Clock, how: Amount) -> dict[tuple[str, str], dict[str, Any]]:

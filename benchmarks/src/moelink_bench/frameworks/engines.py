@@ -24,7 +24,7 @@ SEED = 1
 """Of the weights."""
 
 LAYER, EXCHANGE = "layer", "dispatch and combine"
-"""What is timed. The latter has experts that compute nothing."""
+"""The timed passes. The experts of the second compute nothing."""
 
 
 def products(rows: Tensor, weights: Weights, ends: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Inputs:
             self.batches[tokens] = Batch(given.x, chosen.topk_ids.int(), chosen.topk_weights)
 
     def expected(self, tokens: int) -> Parts:
-        """Return what the layer makes of a batch in fp32."""
+        """Return the output of the layer for a batch, in fp32."""
         return {"out": truth(self._given[tokens], self._shape, fmt="bf16", seed=SEED)}
 
     def contender(
@@ -95,8 +95,8 @@ class Inputs:
 
         Args:
             name: whose it is.
-            run: returns what the layer makes of a batch; where its second argument is False, the experts compute
-                nothing, and what it returns holds anything.
+            run: returns the output of the layer for a batch. If its second argument is False, the experts compute
+                nothing, and the output is undefined.
             checked: of :class:`~moelink_bench.frameworks.dispatchers.Dispatcher`.
         """
         passes = {

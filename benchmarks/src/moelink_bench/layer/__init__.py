@@ -2,7 +2,7 @@
 
 * ``plan``: shapes, cases, presets
 * ``data``: weights, inputs, and the truth that outputs are compared with
-* ``contenders``: what takes part, and moelink's own; ``peers``: the others
+* ``contenders``: their interface, and moelink's own; ``peers``: the others
 * ``run``: the program of each rank
 * ``result``: figures, verdicts, the document, and its tables in Markdown
 """

@@ -58,7 +58,7 @@ class LayerContender(ABC):
 
     Attributes:
         name: in tables and files.
-        note: what a reader must know to compare it; "" for nothing.
+        note: its differences from others, or "".
         fmt: the format that tokens are rounded to on their way to the experts.
         fp8_experts: weights, and what goes into the second product, are rounded to fp8 as well.
         tolerance: most that :func:`~moelink_bench.layer.data.worst_error` may be.
@@ -81,7 +81,7 @@ class LayerContender(ABC):
         """Return the layer as a chain whose last part returns the output; () where it cannot be taken apart."""
 
     def check(self) -> str:
-        """Return what is wrong with the calls so far, or "", or raise it. Synchronises."""
+        """Return the fault of the calls so far, or "", or raise it. Synchronises."""
         return ""
 
     def close(self) -> None:  # noqa: B027 - most have nothing else
@@ -121,7 +121,7 @@ class Rows:
     Attributes:
         rows: [R, n]. Rows from ``offsets[-1]`` on are undefined.
         offsets: [G + 1] int32, exclusive starts of the groups.
-        home: what the contender's combine needs besides.
+        home: the other input of the contender's combine.
         scales: of ``rows``, where these were quantised after the first product; else None.
     """
 
@@ -314,7 +314,7 @@ class Setting:
 
 
 def moelink_maker(fmt: str) -> Callable[[Setting], LayerContender]:
-    """Return what makes moelink's contender of a format."""
+    """Return the maker of moelink's contender of a format."""
 
     def make(at: Setting) -> LayerContender:
         return MoelinkLayer(

@@ -32,7 +32,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What one rank gives one call: ``x`` [T, H] bf16 and ``logits`` [T, E] fp32."""
+    """The input of one rank for one call: ``x`` [T, H] bf16 and ``logits`` [T, E] fp32."""
 
     x: Tensor
     logits: Tensor

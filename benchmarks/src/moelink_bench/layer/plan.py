@@ -99,7 +99,7 @@ class LayerPlan(RunPlan):
     """A run of the layer.
 
     Attributes:
-        cases: what is measured, in order; the cases of one shape follow one another.
+        cases: in order; the cases of one shape follow one another.
         contenders: names of those that take part, None for all.
         peers: contenders outside moelink take part.
     """

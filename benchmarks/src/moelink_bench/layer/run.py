@@ -169,7 +169,7 @@ def run_contender(
 
 
 def _fault(what: str, error: float, contender: LayerContender) -> str:
-    """What is wrong with an output of this error, or "". NaN is wrong."""
+    """The fault of an output of this error, or "". NaN is wrong."""
     if error <= contender.tolerance:
         return ""
     return f"{what} is wrong by {error:.3g} of its length, more than the {contender.tolerance:g} of roundings"
@@ -230,7 +230,7 @@ def run_layer_bench(
 def _with_flashinfer(
     plan: LayerPlan, reports: Sequence[RankReport], absent: str, progress: Progress
 ) -> list[RankReport]:
-    """Return ``reports`` with FlashInfer's rows; whatever goes wrong becomes the reason of its rows."""
+    """Return ``reports`` with FlashInfer's rows; an error becomes the reason of its rows."""
     found: list[list[RankReport]] = []
     if not absent:
         progress(FLASHINFER_LAYER)
