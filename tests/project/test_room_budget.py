@@ -49,7 +49,7 @@ BUDGET = {
     "tools/trace": 219,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 8254, "layer": 1362, "frameworks": 1008}
+BUDGET_OF_BENCH = {".": 8248, "layer": 1362, "frameworks": 1008}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""

@@ -81,13 +81,7 @@ def bytes_sent(case: Case, batch: Batch, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class RankResult:
-    """The result of one rank.
-
-    Attributes:
-        gate: the reason for a failure of the gate, or "".
-        microseconds: of each iteration, by phase.
-        bytes: by phase.
-    """
+    """The result of one rank: the fault that the gate found, or ""; microseconds per iteration and bytes, by phase."""
 
     gate: str
     microseconds: dict[str, list[float]]
