@@ -20,10 +20,7 @@ from torch import Tensor  # noqa: E402
 
 import moelink  # noqa: E402
 from moelink.errors import ArgumentError, StateError, UnsupportedError  # noqa: E402
-from moelink.integrations.settings import (
-    Settings,  # noqa: E402
-    device_of,  # noqa: E402
-)
+from moelink.integrations.settings import Settings, device_of  # noqa: E402
 from moelink.integrations.sglang.settings import (  # noqa: E402
     COMMUNICATORS,
     ends_of,
@@ -105,7 +102,7 @@ class MoelinkDispatcher(BaseDispatcher):  # type: ignore[misc]
 
         Returns:
             ``DeepEPv2DispatchOutput`` in the expanded form: rows [rows, hidden], scales, router weights [rows], and
-            where the rows of each expert end.
+            the ends of the rows of each expert.
 
         Raises:
             StateError: the output of the dispatch before was not combined.

@@ -25,10 +25,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id  # noqa: E402
 
 import moelink  # noqa: E402
 from moelink.errors import ArgumentError, StateError, UnsupportedError  # noqa: E402
-from moelink.integrations.settings import (
-    Settings,  # noqa: E402
-    device_of,  # noqa: E402
-)
+from moelink.integrations.settings import Settings, device_of  # noqa: E402
 from moelink.integrations.vllm.settings import (  # noqa: E402
     COMMUNICATORS,
     Parallelism,
