@@ -37,7 +37,7 @@ BUDGET = {
     "contract": 2422,
     "ops": 1551,
     "nn": 3195,
-    "integrations": 3877,
+    "integrations": 3881,
     "tracing": 528,
     "tracing/device": 524,
     "tools": 350,

@@ -16,6 +16,7 @@ from moelink.integrations.settings import SharedCommunicators, device_of
 
 COMMUNICATORS = SharedCommunicators()
 close = COMMUNICATORS.close
+"""Close the communicators of all dispatchers in this process, as at the end of training. Collective."""
 
 FORMATS: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.bfloat16: "bf16", torch.float16: "fp32", torch.float32: "fp32", torch.float64: "fp64"}
@@ -130,7 +131,7 @@ def ids_and_weights(probs: Tensor, routing_map: Tensor, topk: int, *, padded: bo
             probability 0 is not distinguishable from padding: its result and its gradient are 0.
 
     Returns:
-        ids [tokens, topk] int64, -1 where the router chose fewer experts or dropped the token; and their probabilities
+        ids [tokens, topk] int64, -1 if the router chose fewer experts or dropped the token; and their probabilities
         [tokens, topk], 0 there. The latter are differentiable in ``probs``.
 
     Example: with the experts {2, 0} of 3 for one token, ids are [[0, 2]].

@@ -13,6 +13,7 @@ from moelink.integrations.settings import Settings, SharedCommunicators
 
 COMMUNICATORS = SharedCommunicators()
 close = COMMUNICATORS.close
+"""Close the communicators of all layers in this process. Collective."""
 
 BACKEND = "deepep_v2"
 """The ``--moe-a2a-backend`` in whose place moelink works: its expanded format is one row for each token and expert."""
@@ -76,10 +77,10 @@ def init_arguments(
 
 
 def ends_of(row_offsets: Tensor, counts: Tensor) -> Tensor:
-    """Return [experts] int32, where the rows of each expert end, padding left out.
+    """Return the ends [experts] int32 of the rows of each expert, without padding.
 
     Args:
-        row_offsets: [experts + 1] int32, where groups begin, padding included.
+        row_offsets: [experts + 1] int32, starts of groups, padding included.
         counts: [experts] int32, rows of each expert.
 
     With groups of 128 rows, experts with 3, 0 and 130 rows begin at 0, 128 and 128 and end at 3, 128 and 258.

@@ -14,6 +14,7 @@ from moelink.integrations.settings import SharedCommunicators
 
 COMMUNICATORS = SharedCommunicators()
 close = COMMUNICATORS.close
+"""Close the communicators of all dispatchers in this process, as at the end of training. Collective."""
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"bfloat16": torch.bfloat16, "float32": torch.float32})
 """The dtypes of rows, by torchtitan's names."""

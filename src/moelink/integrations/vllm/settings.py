@@ -13,6 +13,7 @@ from moelink.integrations.settings import Settings, SharedCommunicators
 
 COMMUNICATORS = SharedCommunicators()
 close = COMMUNICATORS.close
+"""Close the communicators of all layers in this process. Collective."""
 
 BACKEND = "allgather_reducescatter"
 """The ``--all2all-backend`` in whose place moelink works: vLLM's default, which brings no library of its own."""
