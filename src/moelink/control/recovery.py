@@ -136,7 +136,7 @@ class Surroundings:
         return bounded(lambda: reach(self._detector.addresses[host].host, port, deadline, timeout), deadline)
 
     def bounded(self, call: Callable[[], T], deadline: float) -> T:
-        """Return what ``call`` returns; it runs in a thread that can be left behind."""
+        """Return the result of ``call``, which runs in a thread that can be left behind."""
         return bounded(call, deadline)
 
     def meet(self, store: Any, rank: int, world_size: int, timeout: float, deadline: float) -> World:

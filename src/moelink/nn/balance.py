@@ -226,7 +226,7 @@ class Balancer:
             result = act()
         except PeerTimeoutError:
             raise
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the peers wait for this rank's word
+        except BaseException as error:  # noqa: BLE001 - the peers wait for this rank's word, after any error
             problem = error
         if self._world_size > 1:
             for rank, failed in enumerate(gather_values(problem is not None, self._peers)):

@@ -97,7 +97,7 @@ class TrainingState:
         return result
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, on any number of ranks."""
+        """Load the result of :meth:`state_dict`, on any number of ranks."""
         optimizers = [] if self._optimizer is None else [self._optimizer]
         loaded: dict[str, Any] = {}
         if self._optimizer is not None:

@@ -5,7 +5,7 @@ exclusive starts; group g is rows ``row_offsets[g]`` to ``row_offsets[g + 1]``; 
 undefined, in and out.
 
 ``torch._grouped_mm`` is used if it runs (:func:`has_grouped_mm`), else a plain loop over groups. Rows of quantised
-formats become numbers first (:func:`dequantized`): torch has no grouped product for rows with the scales of
+formats become numbers first (:func:`moelink.nn.dequantized`): torch has no grouped product for rows with the scales of
 ``fp8_block128``, and its products for other formats need quantised weights.
 """
 

@@ -72,7 +72,7 @@ class LoadMeter(KeepsBuffers):
         num_experts: experts over all ranks.
         rank, world_size, replicated: as in :class:`LoadStats`.
         steps: how many steps are kept one by one.
-        device: where counting happens.
+        device: of the counters.
     """
 
     kept = ("total", "recent", "step")

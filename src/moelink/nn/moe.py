@@ -64,7 +64,7 @@ class MoE(torch.nn.Module):
 
     Attributes:
         router, experts, shared_expert: the parts.
-        load: counts where tokens go, by the communicator's experts, or None.
+        load: counts tokens by the communicator's experts, or None.
         placement: turns the router's ids into the communicator's, or None.
         ep: the communicator.
 

@@ -1,8 +1,8 @@
 """Gradients, norms and state_dicts of a model with :class:`MoE` layers.
 
 Legend: *replicated* is every parameter that all ranks have whole: all of a model but the experts of its MoE layers, and
-group 0 of these where the shared expert is fused. *Full* is a state_dict as one rank that owned all experts would have
-it; a *part* is a rank's own.
+group 0 of these if the shared expert is fused. *Full* is the state_dict of one rank with all experts; a *part* is a
+rank's own.
 """
 
 from __future__ import annotations

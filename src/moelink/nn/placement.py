@@ -75,7 +75,7 @@ class Placement:
         return tuple(sum(physical_load[place] for place in places) for places in self.replicas)
 
     def rank_load(self, load: Sequence[float], world_size: int) -> tuple[float, ...]:
-        """Return the load of each rank [world_size], where the load [E] of an expert is divided evenly among its
+        """Return the load of each rank [world_size], if the load [E] of an expert is divided evenly among its
         replicas.
 
         >>> Placement((0, 1, 2, 1)).rank_load([3, 8, 1], 2)
@@ -198,7 +198,7 @@ class PlacementMap(KeepsBuffers):
     Args:
         placement: at first.
         rank: of this process. Ranks begin with different replicas.
-        device: where the ids are.
+        device: of the ids.
     """
 
     kept = ("table", "count")

@@ -14,7 +14,7 @@ Guarantees:
 
 * Torch twin and kernel agree **bit for bit**, interpreted and compiled, on CPU and CUDA, z included. (A NaN in format
   fp32 has unspecified bits.)
-* Payload and scales are those of ``format.quantize(z)``, and z is what format fp32 gives.
+* Payload and scales are those of ``format.quantize(z)``; z is the result of format fp32.
 * z is within 4 ulp of the exact value, clamped within 4 + abs(alpha * g), the cost of rounding alpha * g; as
   long as -gate (or -alpha * g) is below 88 and no step leaves the normal range of fp32. From 88.4 on, z is zero, where
   the exact silu is below 4e-37 * abs(up).
@@ -138,8 +138,8 @@ def silu_and_quantize(
     Raises:
         ArgumentError: an argument is not as above.
         ConfigError: the format is not known, or its group does not divide H.
-        UnsupportedError: the kernel was asked for where it cannot run, or for a format of one's own that lacks device
-            functions or has a layout of its own.
+        UnsupportedError: the kernel cannot run here, or a registered format lacks device functions or has a layout of
+            its own.
     """
     fmt = _check(x, row_offsets, format, input_scales, clamp, implementation)
     x, row_offsets, num_groups, layout = x.detach(), row_offsets.detach(), row_offsets.shape[0] - 1, fmt.scale_layout

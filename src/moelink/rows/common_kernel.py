@@ -166,7 +166,7 @@ def launch(
 
     Args:
         steps: as many as the buffers have room for.
-        per_sm: the most programs of each SM; two in all where the kernel is interpreted.
+        per_sm: the most programs of each SM; two in all if the kernel is interpreted.
         num_programs: in place of the number that follows from these.
         fused: products and sums become FMAs, with every Triton. Else each is rounded, so that bits are those of torch.
     """

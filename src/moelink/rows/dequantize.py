@@ -116,7 +116,7 @@ def _dequantize_rows(
             narrow = torch.empty_like(out, dtype=torch.float32) if dtype == torch.float64 else out
             kernel.launch(tokens, scales, row_offsets, scales_offsets, input_scale, narrow, fmt, by_row=by_row)
             return cast_rows(narrow, row_offsets, dtype)
-    # Nobody waits for a device here on CPUs; elsewhere all rows are read, as the host does not know how many there are.
+    # A CPU has the number of rows on the host. On other devices it would have to wait, so all rows are read.
     count = out.shape[0] if tokens.is_cuda else count_rows(row_offsets, out.shape[0])
     by_rows = scales[:count]
     if not by_row:

@@ -80,8 +80,8 @@ def gated_activation(gate_up: Tensor, row_offsets: Tensor, activation: Callable[
         gate_up: [R, 2 * I] bf16, fp16, fp32 or fp64.
         row_offsets: [G + 1] int32 on the same device; rows from ``row_offsets[-1]`` on are undefined, in and out, and
             so are their gradients.
-        activation: what is applied to gate. Of those that :func:`known_activation` knows only the rows that exist are
-            computed. Any other function of each element is applied to all R rows by torch's own operators.
+        activation: of gate. Functions that :func:`known_activation` knows compute only the rows that exist; torch's own
+            operators apply any other function of each element to all R rows.
 
     Nothing synchronises with the host on CUDA.
     """

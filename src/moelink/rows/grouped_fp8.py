@@ -236,7 +236,7 @@ class Settings:
     """The launches of a product.
 
     Groups of up to ``most_few`` rows are computed by tiles ``few``, larger ones by ``many`` in a launch of its own.
-    Where the buffer has no more than ``most_few`` rows there is one launch.
+    A buffer of at most ``most_few`` rows has one launch.
     """
 
     few: Tiles = Tiles(64, num_warps=4, num_stages=3, programs=3)

@@ -77,7 +77,7 @@ def row_gradients(
 
     Returns:
         ``weights[r] d[r]`` [R, H] of ``dtype``, and ``<y[r], d[r]>`` [R] of fp32 (fp64 if ``d`` is fp64); each None
-        where it is not wanted.
+        if it is not wanted.
     """
     if y is None and dtype is None:
         return None, None
