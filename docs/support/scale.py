@@ -1,7 +1,7 @@
 """Writes the tables and the picture of ``docs/scale.md``, which are predictions of ``moelink plan``.
 
 ``python docs/support/scale.py`` (``make scale``) writes ``docs/scale.md`` between its marks, and ``docs/scale.png``;
-``tests/project/test_docs_scale.py`` fails where the page is not the present plan.
+``tests/project/test_docs_scale.py`` fails if the page is not the present plan.
 """
 
 from __future__ import annotations
