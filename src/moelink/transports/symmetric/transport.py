@@ -6,7 +6,6 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import methodcaller
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -120,7 +119,7 @@ class SymmetricTransport:
         first, *further = calls[0].passes
 
         def each(step: str, slot: int) -> None:
-            self._each(calls, methodcaller(step, slot), own_stream=not fused)
+            self._each(calls, lambda call: getattr(call, step)(slot), own_stream=not fused)
 
         if fused:
             for slot in (first, *further):
