@@ -24,7 +24,8 @@ from moelink.memory.workspace import Workspace
 from moelink.ops.context import OperatorContext
 from moelink.ops.lanes import Lanes
 from moelink.testing import assert_bitwise_equal
-from moelink.transports.session import Fate, Session
+from moelink.transports.endings import Fate
+from moelink.transports.session import Session
 from moelink.transports.symmetric import SymmetricTransport
 from tests.control.fault_schedules import WORLD, FaultScheduler, Oracle, PretendedAddress, PretendedProbeServer
 from tests.support.cases import FIELDS, Case, Setup, check_rows

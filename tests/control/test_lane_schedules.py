@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import moelink
-from moelink.communicator import end_outside_calls
 from moelink.kernels.launch import device
+from moelink.lifetime import end_outside_calls
 from tests.control.fault_schedules import WORLD, FaultScheduler, Oracle
 from tests.control.lane_schedules import LANES, PLACES, SETUP, Group, check_collective, run_collective, run_kernels
 from tests.control.test_fault_schedules import clocks

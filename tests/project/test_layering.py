@@ -28,7 +28,7 @@ ROOMS = (
     "transports",
     "contract", "activation", "epilogues", "ops",
     "tracing",
-    "communicator", "initialize", "devices", "moelink", "testing",
+    "lifetime", "communicator", "initialize", "devices", "moelink", "testing",
     "nn", "integrations",
     "tools", "__main__",
 )  # fmt: skip

@@ -18,7 +18,7 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 3235,
+    ".": 3246,
     "formats": 1277,
     "reference": 899,
     "memory": 1737,
@@ -27,13 +27,13 @@ BUDGET = {
     "kernels": 705,
     "kernels/combine": 1213,
     "kernels/dispatch": 3136,
-    "kernels/launch": 1616,
+    "kernels/launch": 1637,
     "kernels/nodes": 1182,
     "kernels/sync": 1286,
     "rows": 1779,
-    "transports": 1515,
+    "transports": 1588,
     "transports/collective": 1735,
-    "transports/symmetric": 1927,
+    "transports/symmetric": 1938,
     "contract": 2422,
     "ops": 1551,
     "nn": 3195,

@@ -42,7 +42,8 @@ from moelink.ops.context import OperatorContext
 from moelink.ops.lanes import Lanes
 from moelink.transports.collective import CollectiveTransport, group_wire
 from moelink.transports.collective.group_wire import GroupWire
-from moelink.transports.session import Fate, Session
+from moelink.transports.endings import Fate
+from moelink.transports.session import Session
 from tests.control.fault_schedules import PretendedAddress, PretendedProbeServer
 from tests.support.simulated_ranks import Clock, DeadError, Life, Process, Store, StoreClient, here
 

@@ -15,7 +15,7 @@ from triton.runtime.errors import InterpreterError
 import moelink
 from moelink import ops, output
 from moelink.config import MAX_INT32, MAX_TIMEOUT
-from moelink.kernels.launch.launcher import _innermost
+from moelink.kernels.launch.arguments import innermost
 from moelink.memory.layout import as_bytes
 from moelink.testing import rank_data
 from tests.support.cases import Case, Setup
@@ -159,7 +159,7 @@ def test_nested_errors_of_the_interpreter_are_unwrapped() -> None:
         outer = InterpreterError(repr(error))
         outer.__cause__ = error
         error = outer
-    assert str(_innermost(error)) == "in a device function"
+    assert str(innermost(error)) == "in a device function"
 
 
 def test_of_three_kinds_of_call_all_ranks_name_the_same() -> None:

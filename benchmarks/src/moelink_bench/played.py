@@ -24,9 +24,9 @@ from torch import Tensor
 
 import moelink
 from moelink.kernels.launch import constants
-from moelink.kernels.launch import launcher as launching
+from moelink.kernels.launch.arguments import flat_addresses, key_of
 from moelink.kernels.launch.direct import DirectKernel, Driver, ParameterLayout
-from moelink.kernels.launch.launcher import OWN_ADDRESSES, CompiledKernel, Launcher, flat_addresses
+from moelink.kernels.launch.launcher import OWN_ADDRESSES, CompiledKernel, Launcher
 from moelink.transports.symmetric import plans
 from moelink.transports.symmetric.fast_path import SymmetricFastPath
 
@@ -56,7 +56,7 @@ def _launch(
 ) -> None:
     """Stand for :meth:`Launcher.launch`: note the kernel as loaded, and gather a call's addresses."""
     addresses = flat_addresses(records(False))
-    loaded = kernel.loaded.setdefault(launching._key(given), (None, _direct(records, numbers)))
+    loaded = kernel.loaded.setdefault(key_of(given), (None, _direct(records, numbers)))
     loaded[1].pack([*launcher._own_addresses, *addresses], numbers)
 
 

@@ -34,10 +34,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moelink.communicator import end_outside_calls, peers_of, require_running
 from moelink.control.exchange import all_reduce, all_to_all
 from moelink.control.values import gather_values
 from moelink.errors import ArgumentError, ConfigMismatchError, PeerAbortedError, PeerTimeoutError, StateError
+from moelink.lifetime import end_outside_calls, peers_of, require_running
 from moelink.nn.moe import MoE
 from moelink.nn.placement import Placement, place_experts
 from moelink.routing import ExpertMap

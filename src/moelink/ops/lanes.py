@@ -2,7 +2,7 @@
 
 A lane is a session with connections and, on the symmetric transport, a block of memory of its own, so that a call in it
 may be in flight beside one of the same phase in another lane. Lanes share their fate
-(:class:`moelink.transports.session.Fate`). They do not share a failure detector's count of calls, because ranks may be
+(:class:`moelink.transports.endings.Fate`). They do not share a failure detector's count of calls, because ranks may be
 in different calls of two lanes at the same time and still be in step: each lane meets anew, as the sessions of
 gradients do (:mod:`moelink.ops.gradient_communicators`).
 """

@@ -24,7 +24,8 @@ from moelink.transports.base import Transport
 from moelink.transports.collective import CollectiveTransport
 from moelink.transports.collective.group_wire import HEADER_FIELDS, GroupWire
 from moelink.transports.collective.lockstep import LockstepWire
-from moelink.transports.session import Fate, Session
+from moelink.transports.endings import Fate
+from moelink.transports.session import Session
 from moelink.version import check_pair
 
 

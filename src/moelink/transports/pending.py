@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -31,6 +32,31 @@ class Owner(Protocol):
 
     def forget(self, phase: Phase, operation: object) -> None:
         """Note that an operation is no longer pending."""
+
+
+class PartlySent(Protocol):
+    """A transport that says whether a call of it is partly sent."""
+
+    partly_sent: bool
+
+
+class SymmetricPending(Generic[T]):
+    """A call of the symmetric transport whose send role is under way. :meth:`wait` launches the rest, once."""
+
+    def __init__(self, transport: PartlySent, finish: Callable[[], T]) -> None:
+        self._transport = transport
+        self._finish: Callable[[], T] | None = finish
+        self._result: T | None = None
+        self.over = False
+
+    def wait(self) -> T:
+        """Return the result. On CUDA the current stream waits for it, the host does not."""
+        if not self.over:
+            self._transport.partly_sent = True  # first: an exception before the next line must not look like an end
+            self.over = True
+            finish, self._finish = self._finish, None
+            self._result = finish()  # type: ignore[misc]
+        return self._result  # type: ignore[return-value]
 
 
 class PendingOperation(Generic[T]):
@@ -80,6 +106,20 @@ class PendingOperation(Generic[T]):
         finally:
             session.guard.leave()
         return result
+
+
+class PendingSingle(Generic[T]):
+    """A dispatch or combine of one rank under way. Inputs must stay alive and unmodified until ``wait`` returns."""
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish = finish
+        self._result: list[T] = []
+
+    def wait(self) -> T:
+        """Return the result. May be called again. Raises the call's error, if any."""
+        if not self._result:
+            self._result.append(self._finish())
+        return self._result[0]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import moelink
-from moelink.communicator import peers_of
 from moelink.config import Mode, TransportName
 from moelink.control.exchange import BUSY, Peers
 from moelink.errors import ArgumentError, UnsupportedError
@@ -23,6 +22,7 @@ from moelink.integrations.transformers.fp8 import FORMAT, check_quantization, ch
 from moelink.integrations.transformers.loading import Part, empty_model, fill, gathered_state_dict, is_empty, only_own
 from moelink.integrations.transformers.ranks import CheckedGenerate, agreed, gradient_norm, has_jitter, sum_gradients
 from moelink.integrations.versions import require
+from moelink.lifetime import peers_of
 from moelink.nn.expert_backends import ExpertsBackend
 from moelink.nn.owned import mark_experts, owned_tensors
 

@@ -13,18 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.runtime import driver
 from triton.runtime.errors import InterpreterError
 
+from moelink.kernels.launch.arguments import (
+    addresses_of,
+    flat_addresses,
+    has_hooks,
+    innermost,
+    key_of,
+    of_any_value,
+    peer_arguments,
+)
 from moelink.kernels.launch.cache_keys import settle_cache_key
 from moelink.kernels.launch.direct import DirectKernel, cuda_driver
 from moelink.kernels.launch.grid import Launch, grid
 from moelink.kernels.records import Peers
 from moelink.memory import Network
-
-_ANY_NUMBER, _ANY_LIMIT = 3, (1 << 40) + 3
-"""Numbers that no kernel is specialised for: neither 1 nor a multiple of 16, of 32 and of 64 bits."""
 
 OWN_ADDRESSES = len(Peers._fields)
 """Addresses of a kernel that are the launcher's own: they come first."""
@@ -51,66 +56,6 @@ class CompiledKernel:
     loaded: dict[Any, Any] = field(default_factory=dict)
 
 
-def _innermost(error: BaseException) -> BaseException:
-    """Return what a kernel raised, without the error that Triton's interpreter puts around it at each level."""
-    while isinstance(error, InterpreterError) and error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def addresses_of(record: Any) -> Any:
-    """Return the addresses of tensors: of one, or of those in a (nested) tuple. An address is returned unchanged."""
-    if isinstance(record, tuple):
-        # The most frequent types are tested first; the call below handles subclasses of Tensor.
-        return tuple([t.data_ptr() if type(t) is Tensor else t if type(t) is int else addresses_of(t) for t in record])
-    return record.data_ptr() if isinstance(record, Tensor) else record
-
-
-def flat_addresses(records: Sequence[Any]) -> list[int]:
-    """Return the addresses of the tensors in ``records``, in order and without their nesting.
-
-    >>> flat_addresses([(1, (2, 3)), 4, (5,)])
-    [1, 2, 3, 4, 5]
-    """
-    flat: list[int] = []
-    for part in records:
-        if type(part) is int:
-            flat.append(part)
-        elif isinstance(part, tuple):
-            flat += flat_addresses(part)
-        else:
-            flat.append(part.data_ptr())
-    return flat
-
-
-def _peer_arguments(peers: Peers) -> tuple[int, Tensor, int]:
-    """``peers`` as the driver's launcher takes them: it must ask about the record, which is host memory."""
-    return peers.table.data_ptr(), peers.record, peers.control.data_ptr()
-
-
-def _key(given: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return what Triton compiles a kernel for, of the caller's tensors."""
-    return (*[t.dtype for t in given], *[t.data_ptr() % 16 for t in given])
-
-
-def has_hooks() -> bool:
-    """Return whether a profiler wants to hear of launches. Triton handles whatever is not a chain of hooks."""
-    hooks = knobs.runtime
-    try:
-        return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)  # type: ignore[union-attr]
-    except AttributeError:
-        return True
-
-
-def _of_any_value(numbers: Any) -> Any:
-    """Return ``numbers`` with values that no kernel is specialised for.
-
-    Triton 3.6 specialises the integers of a tuple for their values, whatever ``do_not_specialize`` says; a call with
-    other values would compile again.
-    """
-    return type(numbers)(*[_ANY_LIMIT if name == "limit" else _ANY_NUMBER for name in numbers._fields])
-
-
 class Launcher:
     """Launches of one rank: compiles each kernel once, and passes it a call's records.
 
@@ -133,7 +78,7 @@ class Launcher:
         self.peers, self._device, self._network = peers, device, network
         self._num_sms, self._available, self._guard = num_sms, available, guard
         self._index, self._interpreted = device.index, device.type == "cpu"
-        self._own = _peer_arguments(peers)
+        self._own = peer_arguments(peers)
         self._own_addresses: list[int] = []
         self._loaded: dict[Any, Any] = {}
         self._preparing = False
@@ -209,12 +154,12 @@ class Launcher:
                 with self._guard():
                     kernel.function[(kernel.count,)](peers, *records(True), numbers, S=kernel.S)
             except InterpreterError as error:
-                raise _innermost(error) from None
+                raise innermost(error) from None
             return
-        key = _key(given)
+        key = key_of(given)
         loaded = kernel.loaded.get(key)
         if loaded is None:
-            loaded = kernel.loaded[key] = self._load(kernel, (peers, *records(True), _of_any_value(numbers)), key)
+            loaded = kernel.loaded[key] = self._load(kernel, (peers, *records(True), of_any_value(numbers)), key)
         if self._preparing:
             return
         triton_kernel, direct = loaded
@@ -223,7 +168,7 @@ class Launcher:
             direct.pack([*self._addresses_of(peers), *flat_addresses(records(False))], numbers)
             direct.launch(kernel.count, stream)
             return
-        where = self._own if peers is self.peers else _peer_arguments(peers)
+        where = self._own if peers is self.peers else peer_arguments(peers)
         args = (where, *map(addresses_of, records(False)), numbers, kernel.S)
         if hooked:
             triton_kernel[(kernel.count, 1, 1)](*args, stream=stream)
@@ -246,7 +191,7 @@ class Launcher:
 
         Its buffer has the launcher's own addresses (:data:`OWN_ADDRESSES`), then ``addresses``, then ``numbers``.
         """
-        _, direct = kernel.loaded.get(_key(given), (None, None))
+        _, direct = kernel.loaded.get(key_of(given), (None, None))
         if direct is None:
             return None
         direct = direct.copy()

@@ -31,8 +31,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moelink.kernels.launch.arguments import has_hooks
 from moelink.kernels.launch.direct import DirectKernel
-from moelink.kernels.launch.launcher import OWN_ADDRESSES, has_hooks
+from moelink.kernels.launch.launcher import OWN_ADDRESSES
 from moelink.kernels.records import CombineInputs, DispatchInputs, RoutingNotes
 from moelink.lease import RowsInPlace
 from moelink.memory.layout import ALIGNMENT

@@ -1,0 +1,195 @@
+"""Hold a communicator beside its calls: its lanes, checks and counters, recovery, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moelink.config import EPConfig
+from moelink.control.exchange import Peers
+from moelink.control.process import OfThisProcess
+from moelink.errors import ArgumentError, PeerTimeoutError, StateError
+from moelink.ops.lanes import Lanes
+from moelink.tracing import Trace
+from moelink.tracing.session import tracing
+from moelink.transports.base import Traffic
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Lifetime(OfThisProcess):
+    """A communicator beside its calls, which :class:`moelink.Communicator` adds."""
+
+    def __init__(self, lanes: Lanes, further: Sequence[Self] = (), number: int = 0) -> None:
+        """``lanes``: first this one, whose number is ``number``; then those of ``further``."""
+        self._lanes, self._further, self._number = lanes, tuple(further), number
+        self._context = lanes.contexts[0]
+        self._session = self._context.session
+
+    @classmethod
+    def _over(cls, lanes: Lanes) -> Self:
+        """Return the communicator of ``lanes``, all of them."""
+        return cls(lanes, [cls(Lanes([lane]), number=number) for number, lane in enumerate(lanes.contexts) if number])
+
+    @property
+    def config(self) -> EPConfig:
+        """The validated configuration."""
+        return self._session.configs[0]
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._session.devices[0]
+
+    def lane(self, number: int) -> Self:
+        """Return lane ``number`` of ``config.lanes``: a communicator of the same ranks with memory of its own.
+
+        Lane 0 is this communicator. Calls of one phase may be in flight in several lanes, as batches that overlap need.
+        All ranks make the calls of all lanes in the same order; their waits need no order. An output belongs to its
+        lane. Lanes end together: an error that poisons one poisons all, and only lane 0 is closed or recovered, with
+        the others.
+
+        Raises:
+            ArgumentError: there is no such lane.
+        """
+        count = 1 + len(self._further)
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+            raise ArgumentError("number", f"a lane in [0, {count}), of as many as init(lanes=) says", number)
+        return (self, *self._further)[number]
+
+    def _require_lane_0(self, what: str) -> None:
+        if self._number:
+            raise StateError(
+                f"{what}: expected the communicator that init returned, got its lane {self._number}; call {what} on "
+                "lane 0, which includes all lanes"
+            )
+
+    def warmup(self, *, num_sms: Sequence[int] = ()) -> None:
+        """Compile everything before the first call, for all lanes (nothing to do on the collective transport).
+
+        ``num_sms``: also for calls with these SM limits of their own.
+        """
+        self._lanes.warmup(num_sms)
+
+    def check(self) -> None:
+        """Synchronise and raise the first error: a peer's, CapacityError, or RoutingError since the last check."""
+        self._lanes.check()
+
+    def traffic(self) -> Traffic:
+        """Return the bytes of rows and their metadata that this rank has sent to other ranks, gradients included."""
+        return self._lanes.traffic()
+
+    def trace(self) -> AbstractContextManager[Trace]:
+        """Return a context that stamps when the CTAs of its calls read, wait, store and publish (docs/trace.md).
+
+        Inside, calls run kernels that stamp; others stay as they are. Leaving it is collective: ranks align clocks and
+        gather. Raises UnsupportedError where no kernels can stamp, PeerTimeoutError where a peer does not leave it.
+        """
+        self._session.require_open("trace")
+        return tracing(self._session, self._context.world)
+
+    @property
+    def dev_ptrs(self) -> Tensor:
+        """Addresses of this rank's [dispatch, combine] x [send, recv, recv_count] buffers, [2, 3] int64 on the host.
+
+        0 for a buffer that does not exist. Raises UnsupportedError on the collective transport.
+        """
+        return self._session.dev_ptrs()[0]
+
+    @property
+    def atomic_counters(self) -> tuple[Tensor, Tensor]:
+        """Counters of the dispatch and of the combine group on the device (words: ``moelink.memory.protocol``), int64.
+
+        Raises UnsupportedError on the collective transport.
+        """
+        return self._session.atomic_counters()[0]
+
+    def recover(self, ranks: Iterable[int]) -> Self:
+        """Make a new communicator over ``ranks`` of this one, the survivors, in the same processes. Collective over
+        them.
+
+        All of them call it with the same ranks, usually after a call raised PeerTimeoutError (whose ``peer`` is the
+        rank to leave out). Survivors are numbered anew in ascending order, and experts are dealt out anew over them
+        (see ``config.num_local_experts``; weights have to follow). Everything else of the configuration stays. This
+        communicator is closed; the outputs of its finished calls stay valid, but cannot be combined any more. How ranks
+        agree, and why late writes of a rank left out do no harm: :mod:`moelink.control.recovery`, docs/faults.md.
+
+        It may be called again: on this communicator when it raised, on the new one when another rank dies.
+
+        Args:
+            ranks: numbers in *this* communicator, this rank's included, in any order.
+
+        Raises:
+            ArgumentError: ``ranks`` is not acceptable here; nothing has changed.
+            ConfigMismatchError: another rank recovers with other ranks.
+            PeerTimeoutError: a rank in the list did not come in time, or (PeerLostError) is gone. If it names this
+                rank, the others have gone on without it: it cannot recover any more.
+            ClosedError: after :meth:`close`.
+            StateError: this is a lane other than lane 0.
+        """
+        self._require_lane_0("recover")
+        return self._over(self._lanes.recover(ranks))
+
+    def close(self) -> None:
+        """Release everything moelink made, never the caller's process groups. A second call does nothing.
+
+        Raises:
+            StateError: this is a lane other than lane 0, which closes the others with it.
+        """
+        self._require_lane_0("close")
+        self._session.guard.require_own_process("close")
+        self._lanes.close()
+
+    def __enter__(self) -> Self:
+        self._require_lane_0("close")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._session.guard.is_forked:  # nothing of it is this process's to release
+            return
+        try:
+            if error is not None:
+                self._session.leave()
+        finally:
+            self.close()
+
+    def __repr__(self) -> str:
+        config = self.config
+        state = ", closed" if self._session.closed else ""
+        return (
+            f"Communicator(rank={config.rank}, world_size={config.world_size}, num_experts={config.num_experts}, "
+            f"topk={config.topk}, hidden_size={config.hidden_size}, max_tokens_per_rank={config.max_tokens_per_rank}, "
+            f"dispatch_format={config.dispatch_format!r}, layout={config.layout!r}, mode={config.mode!r}, "
+            f"transport={self._session.transport.name!r}, device='{self.device}'{state})"
+        )
+
+
+def peers_of(ep: Lifetime, group: ProcessGroup | None, what: str, busy: float = 0.0) -> Peers:
+    """Return the ranks of ``ep``, which are those of ``group`` in the same order, for exchanges over that group.
+
+    Args:
+        ep: whose timeout and probe servers say how long a rank is waited for.
+        group: the process group; None for the default one.
+        what, busy: as in :class:`~moelink.control.exchange.Peers`.
+    """
+    return Peers(group, ep.config.timeout, ep._session.detector, busy, what)
+
+
+def require_running(ep: Lifetime) -> None:
+    """Raise the error that has ended ``ep``, if one has."""
+    ep._session.raise_fate()
+
+
+def end_outside_calls(ep: Lifetime, cause: PeerTimeoutError | None) -> PeerTimeoutError:
+    """End ``ep`` and tell its peers, because a collective change outside its calls has failed. Returns the error that
+    all its later calls raise: one about the rank that ``cause`` names, or about this one, which was interrupted."""
+    return ep._session.end(cause)
