@@ -187,7 +187,7 @@ UV_OF_OTHERS := build/lock/bin/uv pip compile --quiet --universal --generate-has
 lock:  ## requirements/*.txt: the newest versions that constraints.txt allows, with the hashes of their files
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/pip install --quiet -c constraints.txt uv
-	$(UV) pyproject.toml --extra cli --extra plot --extra transformers --group dev \
+	$(UV) pyproject.toml --extra cli --extra plot --extra metrics --extra transformers --group dev \
 	  $(NOT_LOCKED:%=--no-emit-package %) -o requirements/dev.txt
 	$(UV) --group build -o requirements/build.txt
 	$(UV) --group docs -o requirements/docs.txt

@@ -41,6 +41,11 @@ DEBUG = Variable(
 PROBE_HOST = Variable(
     "MOELINK_PROBE_HOST", "", "address peers probe this rank at; default: the one that reaches MASTER_ADDR"
 )
+METRICS = Variable(
+    "MOELINK_METRICS", "",
+    "port, or HOST:PORT, at which each process serves the numbers of its communicators to Prometheus: rank 0; rank r "
+    "serves at PORT + r",
+)  # fmt: skip
 
 _SETTINGS = (
     "1 lets its experts communicate over moelink; settings instead of 1: transport=symmetric,num_sms=24,timeout=60"
@@ -48,4 +53,4 @@ _SETTINGS = (
 VLLM = Variable("MOELINK_VLLM", "0", f"plugin of vLLM: {_SETTINGS}")
 SGLANG = Variable("MOELINK_SGLANG", "0", f"plugin of SGLang: {_SETTINGS}")
 
-VARIABLES: tuple[Variable, ...] = (DEBUG, PROBE_HOST, VLLM, SGLANG)
+VARIABLES: tuple[Variable, ...] = (DEBUG, PROBE_HOST, METRICS, VLLM, SGLANG)

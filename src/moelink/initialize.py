@@ -11,7 +11,8 @@ from moelink.communicator import Communicator, open_communicator
 from moelink.config import MAX_TIMEOUT, EPConfig, Layout, Mode, TransportName
 from moelink.control.group import connect, default_device, leave, plain_device
 from moelink.control.handshake import refuse
-from moelink.errors import ConfigError
+from moelink.errors import ConfigError, UnsupportedError
+from moelink.metrics import endpoint_of_environment
 
 
 def init(
@@ -98,10 +99,14 @@ def init(
             world_size=world.world_size,
             rank=world.rank,
         )
-    except ConfigError as error:
+        endpoint = endpoint_of_environment(world.rank)
+    except (ConfigError, UnsupportedError) as error:
         try:
             refuse(world, usable)
         finally:
             leave(world, error)
         raise
-    return open_communicator(config, where, world)
+    ep = open_communicator(config, where, world)
+    if endpoint is not None:
+        endpoint.collector.add(ep)
+    return ep

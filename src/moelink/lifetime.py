@@ -184,6 +184,12 @@ def peers_of(ep: Lifetime, group: ProcessGroup | None, what: str, busy: float = 
     return Peers(group, ep.config.timeout, ep._session.detector, busy, what)
 
 
+def lanes_of(ep: Lifetime) -> Lanes:
+    """Return the lanes of ``ep``. Raises StateError if it is a lane other than lane 0."""
+    ep._require_lane_0("metrics")
+    return ep._lanes
+
+
 def require_running(ep: Lifetime) -> None:
     """Raise the error that has ended ``ep``, if one has."""
     ep._session.raise_fate()

@@ -265,6 +265,15 @@ def test_host_time_of_calls_is_measured_with_its_floor(monkeypatch: pytest.Monke
     assert "**40**" in table[3]
 
 
+def test_metrics_are_measured_beside_calls_that_no_one_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that plays a GPU, with few batches."""
+    for name, value in {"BATCHES": 3, "CALLS": 2, "SCRAPED_TURNS": 2}.items():
+        monkeypatch.setattr(host, name, value)
+    made = host.metrics_fields("cpu")
+    assert made["ratio"]["median"] == made["us"]["on"]["median"] / made["us"]["off"]["median"] > 0
+    assert made["scrape_us"]["p20"] > 0
+
+
 def test_a_verdict_says_whose_the_time_is() -> None:
     def verdict(**us: float) -> str:
         return host.verdict("x.json", {"microseconds": us})

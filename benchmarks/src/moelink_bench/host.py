@@ -1,4 +1,5 @@
-"""Measure host time of eager calls: of dispatch and combine (``calls``), and of the operator layer (``operators``).
+"""Measure host time of eager calls: of dispatch and combine (``calls``), and what the operator layer (``operators``)
+and metrics (``metrics``) add to it.
 
 ``calls``: one rank on the symmetric transport, on a CUDA device, or on a CPU that plays one
 (:mod:`moelink_bench.played`): there the host does what it does in a call on a GPU, but launches and looks at the
@@ -22,8 +23,13 @@ first. All but the third run under ``torch.no_grad``.
 * ``operator, gradients``: the same when the tokens and the router weights require grad (forward only)
 * ``choice``: deciding between them, which every call does
 
+``metrics``: a pair as of ``calls`` while the endpoint of :mod:`moelink.metrics` is not scraped (``off``), and while it
+is scraped ten times a second (``on``), in turns; and how long a scrape takes, for which a call may wait, as both need
+the interpreter's lock.
+
     python -m moelink_bench.host calls --device cuda
     python -m moelink_bench.host operators --device cuda
+    python -m moelink_bench.host metrics --device cuda
 """
 
 from __future__ import annotations
@@ -32,17 +38,22 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Literal
+from urllib.request import urlopen
 
 import torch
 from torch import Tensor
 
 import moelink
+from moelink import metrics
 from moelink.testing import assert_bitwise_equal
 from moelink_bench.document import device_names, results_folder
 from moelink_bench.script import Save, Script
-from moelink_bench.timing import Clock, ProcessorClock, Turns, in_turns, repeated
+from moelink_bench.timing import Clock, ProcessorClock, Turns, WallClock, in_turns, repeated
 
 SIZES: dict[str, Any] = {"num_experts": 64, "topk": 8, "hidden_size": 7168, "max_tokens_per_rank": 128}
 FORMAT = "fp8_block128"
@@ -58,7 +69,8 @@ OPERATOR_TOKENS = (1, 16)
 BUDGET = {"operator": 250.0, "operator, gradients": 400.0}
 """Microseconds of host time that a pair through the operators may take more than the direct one."""
 ROUNDS, WARMUP_ROUNDS = 400, 20
-HOST_BENCHMARK, OPERATORS_BENCHMARK = "host_time", "ops_overhead"
+SCRAPE_SECONDS, SCRAPED_TURNS = 0.1, 10
+HOST_BENCHMARK, OPERATORS_BENCHMARK, METRICS_BENCHMARK = "host_time", "ops_overhead", "metrics_overhead"
 
 
 def least(call: Callable[[], Any], clock: Clock) -> float:
@@ -123,22 +135,93 @@ def measure_calls(ep: moelink.Communicator) -> dict[str, Any]:
     return {"microseconds": times, "tensors_of_a_pair": len(made)}
 
 
+def opened(kind: str) -> tuple[Any, dict[str, Any]]:
+    """Return a context with a communicator on a device of this kind ("cpu", "cuda"), played on a CPU, and its case."""
+    case = {**SIZES, "dispatch_format": FORMAT, "capacity": CAPACITY, **({} if kind == "cuda" else SMALL)}
+    if kind == "cuda":
+        return moelink.init(**case, transport="symmetric", device=torch.device("cuda", 0)), case
+    os.environ["TRITON_INTERPRET"] = "1"
+    from moelink_bench.played import played
+
+    return played(**case), case
+
+
+def measure_metrics(ep: moelink.Communicator) -> dict[str, Any]:
+    """Return the microseconds of a pair without metrics, and with an endpoint that is scraped ten times a second, in
+    turns; and those of a scrape, on the host's clock."""
+    x = torch.randn(TOKENS, ep.config.hidden_size, device=ep.device).bfloat16()
+    topk_weights, topk_ids = torch.rand(TOKENS, ep.config.num_experts, device=ep.device).topk(ep.config.topk)
+    topk_ids = topk_ids.int()
+    y = torch.zeros(ep.config.row_capacity, ep.config.hidden_size, device=ep.device).bfloat16()
+
+    def pairs() -> None:
+        for _ in range(CALLS):
+            ep.combine(y, ep.dispatch(x, topk_ids, topk_weights))
+
+    endpoint, over, on = metrics.serve(ep, port=0), threading.Event(), threading.Event()
+
+    def scrape() -> None:
+        with urlopen(f"http://127.0.0.1:{endpoint.port}/metrics") as answer:
+            answer.read()
+
+    def scrapes() -> None:
+        while not over.wait(SCRAPE_SECONDS):
+            if on.is_set():
+                scrape()
+
+    @contextmanager
+    def switched(name: str) -> Iterator[None]:
+        (on.set if name == "on" else on.clear)()
+        yield
+
+    thread = threading.Thread(target=scrapes)
+    thread.start()
+    try:
+        with torch.no_grad():
+            how = Turns(turns=SCRAPED_TURNS, samples=BATCHES, dropped=1)
+            times = in_turns({"off": pairs, "on": pairs}, ProcessorClock(ep.device), how, switched)
+        on.clear()
+        took = WallClock().measure(scrape, samples=BATCHES, warmup=2)
+    finally:
+        over.set()
+        thread.join()
+        endpoint.close()
+    us = {name: spread([value / CALLS for value in values]) for name, values in times.items()}
+    means = {name: statistics.fmean(values) / CALLS for name, values in times.items()}
+    ratios = {
+        "median": us["on"]["median"] / us["off"]["median"], "mean": means["on"] / means["off"]
+    }  # fmt: skip
+    return {"us": us, "mean_us": means, "ratio": ratios, "scrape_us": spread(took)}
+
+
+def metrics_fields(kind: str) -> dict[str, Any]:
+    """Measure what metrics cost calls on a device of this kind ("cpu", "cuda"), print it, return the fields."""
+    context, case = opened(kind)
+    with context as ep:
+        result = measure_metrics(ep)
+    print(json.dumps(result, indent=2))
+    return {
+        "launches": kind == "cuda",
+        "case": {**case, "num_tokens": TOKENS},
+        "unit": "microseconds of the host's processor time per pair of dispatch and combine, scrapes included",
+        "settings": {
+            "batches": BATCHES,
+            "calls": CALLS,
+            "turns": SCRAPED_TURNS,
+            "seconds_between_scrapes": SCRAPE_SECONDS,
+        },
+        **result,
+    }
+
+
 def calls_fields(kind: str) -> dict[str, Any]:
     """Measure calls on a device of this kind ("cpu", "cuda"), print the times, return the fields of the result."""
-    launches = kind == "cuda"
-    case = {**SIZES, "dispatch_format": FORMAT, "capacity": CAPACITY, **({} if launches else SMALL)}
-    if launches:
-        opened: Any = moelink.init(**case, transport="symmetric", device=torch.device("cuda", 0))
-    else:
-        os.environ["TRITON_INTERPRET"] = "1"
-        from moelink_bench.played import played
-
-        opened = played(**case)
-    with opened as ep:
+    context, case = opened(kind)
+    with context as ep:
         result = measure_calls(ep)
     print(json.dumps(result, indent=2))
     return {
-        "launches": launches,
+        "launches": kind == "cuda",
         "case": {**case, "num_tokens": TOKENS},
         "unit": "microseconds of the host's processor time per call",
         "settings": {"batches": BATCHES, "calls": CALLS, "warmup": WARMUP},
@@ -304,15 +387,23 @@ def overhead_of(document: dict[str, Any]) -> str:
 # --- the script -------------------------------------------------------------------------------------------------------
 
 
+MEASURES: Mapping[str, tuple[Callable[[str], dict[str, Any]], str]] = MappingProxyType({
+    "calls": (calls_fields, HOST_BENCHMARK),
+    "operators": (operators_fields, OPERATORS_BENCHMARK),
+    "metrics": (metrics_fields, METRICS_BENCHMARK),
+})  # fmt: skip
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the script's options."""
-    parser.add_argument("what", choices=("calls", "operators"))
+    parser.add_argument("what", choices=tuple(MEASURES))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
 
 
 def run(args: argparse.Namespace, save: Save) -> int:
-    """Measure and save the result; ``render`` brings it into docs/performance.md or docs/pytorch.md."""
-    measure, name = (calls_fields, HOST_BENCHMARK) if args.what == "calls" else (operators_fields, OPERATORS_BENCHMARK)
+    """Measure and save the result; ``render`` brings those of the first two into docs/performance.md and
+    docs/pytorch.md."""
+    measure, name = MEASURES[args.what]
     fields = measure(args.device)
     save(name, {"device": args.device, "devices": device_names(args.device), **fields})
     return 0

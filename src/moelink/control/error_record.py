@@ -37,6 +37,7 @@ class ErrorRecord:
         rank: its number, which errors name.
         me, world_size: its place among the ranks that exchange, and their number.
         ranks_per_node: ranks of a node if there are several nodes; else None.
+        taken: the sums of the results of :meth:`take_losses`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ErrorRecord:
         self._detector, self.ranks_per_node = detector, ranks_per_node
         self._array = memoryview(words.numpy())  # type: ignore[arg-type]
         self._failure: PeerTimeoutError | None = None
+        self.taken = 0, 0
 
     def error(self) -> MoelinkError | None:
         """Return the error to raise, or None: the first expired wait, or (once) a peer's refusal. Waits for nothing."""
@@ -135,6 +137,7 @@ class ErrorRecord:
         dropped, invalid = int(self.control[OVERFLOW]), int(self.control[INVALID_IDS])
         if dropped or invalid:
             self.control[INVALID_IDS : OVERFLOW + 1] = 0
+            self.taken = self.taken[0] + dropped, self.taken[1] + invalid
         return dropped, invalid
 
 

@@ -31,6 +31,7 @@ from moelink.errors import ClosedError, PeerTimeoutError
 from moelink.ops.context import OperatorContext
 from moelink.transports.base import Traffic
 from moelink.transports.build import open_session
+from moelink.transports.counters import Counters
 
 _log = logging.getLogger("moelink")
 
@@ -40,10 +41,12 @@ class Lanes:
 
     Attributes:
         contexts: of each lane. A context has the lane's session, and those of its gradients.
+        successor: the lanes of the survivors' communicator, once it has recovered.
     """
 
     def __init__(self, contexts: Sequence[OperatorContext]) -> None:
         self.contexts = tuple(contexts)
+        self.successor: Lanes | None = None
 
     @classmethod
     def open(cls, config: EPConfig, device: torch.device, world: World) -> Lanes:
@@ -81,6 +84,21 @@ class Lanes:
         sent = [part.traffic() for lane in self.contexts for part in (lane.session, lane.gradients)]
         return Traffic(sum(each.dispatch for each in sent), sum(each.combine for each in sent))
 
+    def counters(self) -> list[Counters | None]:
+        """Return the counters of each lane, without those of its gradients; None of a closed one. From any thread."""
+        found: list[Counters | None] = []
+        for lane in self.contexts:
+            session = lane.session
+            with session.reading:
+                found.append(None if session.closed else session.transport.counters()[0])
+        return found
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is closed and cannot recover."""
+        session = self.contexts[0].session
+        return session.closed and (session.detector is None or session.detector.closed)
+
     def release(self) -> None:
         """Release memory and SMs. Calls are no longer possible, but peers that probe this rank still get an answer."""
         for lane in self.contexts:
@@ -92,7 +110,7 @@ class Lanes:
         session = self.contexts[0].session
         own, detector = session.configs[0], session.detector
         session.guard.require_own_process("recover")
-        if session.closed and (detector is None or detector.closed):
+        if self.has_ended:
             raise ClosedError("recover")
         survivors = check_survivors(ranks, own)
         config = config_of_survivors(own, survivors)
@@ -110,7 +128,7 @@ class Lanes:
         # Memory and SMs of the old generation make room for the new one.
         self.release()
         with named_as_before(around, survivors):
-            recovered = Lanes.open(config, session.devices[0], world)
+            recovered = self.successor = Lanes.open(config, session.devices[0], world)
         if around is not None:
             go_on(around, survivors)
             for lane in self.contexts:

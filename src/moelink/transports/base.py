@@ -17,6 +17,7 @@ from moelink.control.probe import Failure
 from moelink.errors import PeerTimeoutError
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
+from moelink.transports.counters import Counters
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -258,6 +259,9 @@ class Transport(Protocol):
 
     def traffic(self) -> Traffic:
         """Bytes sent so far."""
+
+    def counters(self) -> list[Counters]:
+        """Per local rank its counters, for one thread at a time, which may be any. Calls do not wait for it."""
 
     def dev_ptrs(self) -> list[Tensor]:
         """Per local rank [2, 3] int64 on the host: [dispatch, combine] x [send, recv, recv_count] addresses."""

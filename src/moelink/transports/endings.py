@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import Any
 
 import torch.utils.checkpoint
@@ -43,6 +44,7 @@ from moelink.errors import (
 )
 from moelink.output import DispatchOutput
 from moelink.transports.base import Pending, Phase, Traffic, Transport
+from moelink.transports.counters import Failures
 from moelink.transports.guard import Guard
 from moelink.transports.validation import check_num_sms
 
@@ -58,11 +60,13 @@ class Fate:
     Attributes:
         error: the first PeerTimeoutError that a call of any of them met; all later calls raise it.
         sessions: those of them that are open; a closed one is freed when nobody else refers to it.
+        failures: of their calls.
     """
 
     def __init__(self) -> None:
         self.error: PeerTimeoutError | None = None
         self.sessions: list[Endings] = []
+        self.failures = Failures()
 
 
 class Endings:
@@ -77,6 +81,7 @@ class Endings:
         fate: the error that has ended it, shared with the sessions of its gradients.
         complete: whether the present call needs nothing told any more (see the module's docstring).
         closed: whether calls are no longer possible.
+        reading: held by a thread that reads the transport's counters, which is not released meanwhile.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class Endings:
         self._phase: Phase = "dispatch"
         self._waiting: Pending[Any] | None = None
         self.complete, self.closed = True, False
+        self.reading = RLock()
 
     def raise_fate(self) -> None:
         """Raise the error that has ended this communicator, if one has."""
@@ -107,10 +113,11 @@ class Endings:
 
         ``over``: returns the earlier output that the call was to use, unchecked; called where the call is refused.
         """
-        if isinstance(error, (ForkedError, ConcurrencyError)):
-            return
         if isinstance(error, _STOP):
             self.complete = True
+            return
+        self.fate.failures.add(phase, error)
+        if isinstance(error, (ForkedError, ConcurrencyError)):
             return
         waiting, complete = self._waiting, self.complete
         # A call that goes on is also partly sent if the caller has no object left by which to wait for it.
@@ -129,6 +136,7 @@ class Endings:
         if self.fate.error is not None:
             return
         self.fate.error = error
+        self.fate.failures.add(error.phase, error)
         for session in tuple(self.fate.sessions):
             if session is not self and not session.closed:
                 session.transport.abandon(Failure.of(error))
@@ -203,7 +211,8 @@ class Endings:
     def release(self) -> None:
         """Release the transport. Calls are no longer possible, but peers that probe this rank still get an answer."""
         if not self.closed:
-            self.closed = True
+            with self.reading:
+                self.closed = True
             self.fate.sessions.remove(self)
             self.transport.close()
 

@@ -12,6 +12,7 @@ from moelink.config import EPConfig
 from moelink.control.failure_detector import FailureDetector
 from moelink.errors import (
     ClosedError,
+    MoelinkError,
     PeerTimeoutError,
     PendingError,
 )
@@ -173,6 +174,8 @@ class Session(Endings):
                 self._finish_dropped(phase)
         try:
             self.transport.check()
-        except PeerTimeoutError as error:
-            self._end(error)
+        except MoelinkError as error:
+            self.fate.failures.add("check", error)
+            if isinstance(error, PeerTimeoutError):
+                self._end(error)
             raise

@@ -20,6 +20,7 @@ from moelink.transports.collective.combine import combine_steps
 from moelink.transports.collective.dispatch import dispatch_steps
 from moelink.transports.collective.outputs import Scratch
 from moelink.transports.collective.wire import Steps, Wire
+from moelink.transports.counters import Counters, LatestDispatch
 
 
 class _InPlace:
@@ -55,6 +56,9 @@ class CollectiveTransport:
         self._configs, self._wire, self._identity = configs, wire, identity
         self._scratch = [Scratch() for _ in configs]
         self._losses: list[list[tuple[Tensor, Tensor]]] = [[] for _ in configs]
+        self._taken = [(0, 0) for _ in configs]
+        self._begun: dict[Phase, int] = {"dispatch": 0, "combine": 0}
+        self._latest: list[tuple[int, list[int], Tensor] | None] = [None for _ in configs]  # no rows, no ids
         # Rows are tensors here, but their time is the same as on the other transport, so that programs run on both.
         self._calls = [CallCount() for _ in configs] if configs[0].zero_copy else []
 
@@ -102,11 +106,14 @@ class CollectiveTransport:
         output = yield from dispatch_steps(self._configs[index], request, self._scratch[index], identity=self._identity)
         losses = (output.overflow.clone(), output.handle.routing.messages.invalid_ids)
         earlier = self._losses[index]
+        handle = output.handle
+        self._latest[index] = handle.num_tokens, handle.routing.messages.recv_counts, handle.counts
         earlier[:] = [(losses[0] + earlier[0][0], losses[1] + earlier[0][1])] if earlier else [losses]
         return leave_in_place(output, self._calls[index]) if self._calls else output
 
     def _end_rows(self, phase: Phase) -> None:
         """Begin a call, which with ``zero_copy`` ends the rows of the dispatch before."""
+        self._begun[phase] += 1
         for count in self._calls:
             count.begin(phase)
 
@@ -129,6 +136,7 @@ class CollectiveTransport:
         found = [(int(total[0][0]), int(total[0][1])) if total else (0, 0) for total in self._losses]
         for total in self._losses:
             total.clear()
+        self._taken = [(a + c, b + d) for (a, b), (c, d) in zip(self._taken, found, strict=True)]
         raise_losses(
             Losses(config.rank, dropped, config.row_capacity, invalid, config.num_experts, config.row_bound)
             for config, (dropped, invalid) in zip(self._configs, found, strict=True)
@@ -137,6 +145,25 @@ class CollectiveTransport:
     def traffic(self) -> Traffic:
         """Bytes of rows sent to other ranks so far."""
         return Traffic(**self._wire.sent)
+
+    def counters(self) -> list[Counters]:
+        """Return the counters of each local rank, with those that are tensors only if these are on the CPU."""
+        return [self._counters_of(i) for i in range(len(self._configs))]
+
+    def _counters_of(self, index: int) -> Counters:
+        latest, on_cpu, noted = None, True, self._latest[index]
+        if noted is not None:
+            tokens, messages, counts = noted
+            on_cpu = not counts.is_cuda
+            latest = LatestDispatch(tokens, tuple(messages), tuple(counts.sum(1).tolist()) if on_cpu else None)
+        calls: dict[str, int] = {phase: count for phase, count in self._begun.items()}
+        sent: dict[str, int] = {phase: count for phase, count in self._wire.sent.items()}
+        if not on_cpu:
+            return Counters(calls, sent, None, None, latest, awaited={})
+        dropped, invalid = self._taken[index]
+        for lost, outside in self._losses[index][:]:
+            dropped, invalid = dropped + int(lost), invalid + int(outside)
+        return Counters(calls, sent, dropped, invalid, latest, awaited={})
 
     def dev_ptrs(self) -> list[Tensor]:
         """Raise UnsupportedError: this transport has none."""

@@ -21,6 +21,7 @@ from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
 from moelink.memory.workspace import Workspace, pointer_table
 from moelink.output import DispatchOutput
 from moelink.transports.base import Phase, Traffic
+from moelink.transports.counters import Counters
 from moelink.transports.symmetric.rank import Rank
 from moelink.transports.symmetric.refusal import refuse_combine, refuse_dispatch
 from moelink.transports.symmetric.warmup import ClockComparison, prepare_calls
@@ -174,6 +175,10 @@ class LocalRanks:
             Losses(c.rank, dropped, c.row_capacity, invalid, c.num_experts, c.row_bound)
             for c, dropped, invalid in losses
         )
+
+    def counters(self) -> list[Counters]:
+        """Return the counters of each local rank, by copies beside its calls on CUDA."""
+        return [rank.counters() for rank in self.ranks]
 
     def traffic(self) -> Traffic:
         """Return the bytes of messages and rows sent to other ranks so far. Synchronises on CUDA."""

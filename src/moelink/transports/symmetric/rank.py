@@ -33,6 +33,8 @@ from moelink.memory.protocol import ABORT_RECORD, PHASES, RECORD_WORDS
 from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap
 from moelink.tracing.device.buffer import TraceBuffer, require_traceable
+from moelink.transports.counters import Counters
+from moelink.transports.symmetric.counters import CounterReader
 from moelink.transports.symmetric.notes import NotesLayout
 
 P = TypeVar("P")
@@ -163,6 +165,7 @@ class Rank:
         self.calls = CallCount(memory.local) if config.zero_copy else None
         self.overwrites_expired = DEBUG.is_on() and config.zero_copy
         self._plans: dict[Any, Any] = {}
+        self._reader: CounterReader | None = None
         self._latest: torch.cuda.Stream | None = None
         self._latest_handle, self._index = -1, self.device.index
         self._forked = False
@@ -334,6 +337,7 @@ class Rank:
         if not self.poisoned and not self.workspace.inter_node_ranks:  # between nodes the memory waits, with a limit
             self.synchronize()
         SM_BUDGET.release(self)
+        self._reader = None
         try:
             self.network.close()
         finally:
@@ -367,6 +371,12 @@ class Rank:
     def _has_failed(self) -> bool:
         """Return whether a failure is known, here or at a peer that reported it."""
         return self.poisoned or self.errors.reported is not None
+
+    def counters(self) -> Counters:
+        """Return the counters of this rank, for one thread at a time, beside its calls."""
+        if self._reader is None:
+            self._reader = CounterReader(self.config, self.workspace, self.memory.local, self.me)
+        return self._reader.read(self.errors.taken, self.poisoned)
 
     @property
     def poisoned(self) -> bool:
