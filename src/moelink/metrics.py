@@ -16,10 +16,11 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal
 
-from moelink.communicator import Communicator, lanes_of
+from moelink.communicator import Communicator
 from moelink.config import EPConfig
 from moelink.env import METRICS
 from moelink.errors import ArgumentError, ConfigError, UnsupportedError
+from moelink.lifetime import lanes_of
 from moelink.ops.lanes import Lanes
 from moelink.transports.counters import Counters
 

@@ -28,7 +28,7 @@ ROOMS = (
     "transports",
     "contract", "activation", "epilogues", "ops",
     "tracing",
-    "lifetime", "communicator", "initialize", "devices", "moelink", "testing",
+    "lifetime", "communicator", "metrics", "initialize", "devices", "moelink", "testing",
     "nn", "integrations",
     "tools", "__main__",
 )  # fmt: skip
@@ -190,7 +190,7 @@ def modules_after(statement: str) -> set[str]:
 
 def test_importing_loads_no_optional_package_and_touches_no_device() -> None:
     loaded = modules_after("import moelink\nimport torch\nassert not torch.cuda.is_initialized()")
-    unwanted = {"triton", "matplotlib", "rich", "typer", "transformers"}
+    unwanted = {"triton", "matplotlib", "rich", "typer", "transformers", "prometheus_client"}
     assert not loaded & unwanted
     upstairs = {f"moelink.{room}" for room in UPSTAIRS}
     assert not loaded & upstairs
