@@ -18,12 +18,12 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 3246,
+    ".": 3549,
     "formats": 1277,
     "reference": 899,
     "memory": 1737,
     "memory/nodes": 854,
-    "control": 3430,
+    "control": 3433,
     "kernels": 705,
     "kernels/combine": 1213,
     "kernels/dispatch": 3136,
@@ -31,11 +31,11 @@ BUDGET = {
     "kernels/nodes": 1182,
     "kernels/sync": 1286,
     "rows": 1779,
-    "transports": 1588,
-    "transports/collective": 1735,
-    "transports/symmetric": 1938,
+    "transports": 1674,
+    "transports/collective": 1762,
+    "transports/symmetric": 2091,
     "contract": 2422,
-    "ops": 1551,
+    "ops": 1569,
     "nn": 3195,
     "integrations": 3881,
     "tracing": 528,
@@ -49,7 +49,7 @@ BUDGET = {
     "tools/trace": 219,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 8248, "layer": 1362, "frameworks": 1008}
+BUDGET_OF_BENCH = {".": 8339, "layer": 1362, "frameworks": 1008}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""
