@@ -12,6 +12,7 @@ import torch
 from moelink.arith import align_up, ceil_div
 from moelink.errors import ConfigError
 from moelink.formats import Format, get_format
+from moelink.formats.base import encodes_rows_alone
 from moelink.levels import Routes, prefers_two_levels
 from moelink.memory.layout import ALIGNMENT, DispatchMessage, HomeRow
 from moelink.memory.workspace import Workspace
@@ -101,7 +102,10 @@ class EPConfig:
         capacity: rows of the dispatch output, or None for the worst case; a call's ``max_tokens`` may make it smaller.
         rows_per_expert: layout "masked": rows of each expert, or None for the worst case, in which all slots of all
             tokens name one expert; a call's ``max_tokens`` may make it smaller.
-        pre_reduce: sum a token's rows on the expert's rank before they travel home.
+        pre_reduce: sum a token's rows on the expert's rank before they travel home; None: if not ``batch_invariant``.
+        batch_invariant: the bits of a token's result depend neither on the number of ranks, nor on the places of
+            experts, nor on other tokens (docs/batch-invariance.md). Rows travel home one by one and are summed there
+            in fp32, slots ascending; settings that cannot keep the promise are refused.
         fused_shared_expert: group 0 is the rank's own tokens.
         global_ids: layout "rank": the ids of an output count over all ranks, not from this rank's first expert.
         zero_copy: layout "rank": rows and scales of an output stay where they arrived, in the workspace, until the next
@@ -129,7 +133,8 @@ class EPConfig:
     expert_alignment: int = 1
     capacity: int | None = None
     rows_per_expert: int | None = None
-    pre_reduce: bool = True
+    pre_reduce: bool | None = None
+    batch_invariant: bool = False
     fused_shared_expert: bool = False
     global_ids: bool = False
     zero_copy: bool = False
@@ -144,6 +149,8 @@ class EPConfig:
     rank: int = field(default=0, metadata={"differs": True})
 
     def __post_init__(self) -> None:
+        if self.pre_reduce is None:
+            object.__setattr__(self, "pre_reduce", not self.batch_invariant)
         for name, minimum in (
             ("num_experts", 1),
             ("topk", 1),
@@ -158,7 +165,7 @@ class EPConfig:
         for name, minimum in (("capacity", 0), ("rows_per_expert", 0), ("ranks_per_node", 1), ("num_sms", 1)):
             if getattr(self, name) is not None:
                 self._integer(name, minimum)
-        for name in ("pre_reduce", "fused_shared_expert", "global_ids", "zero_copy"):
+        for name in ("pre_reduce", "batch_invariant", "fused_shared_expert", "global_ids", "zero_copy"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, "True or False", getattr(self, name))
         for name, choices in (
@@ -183,6 +190,7 @@ class EPConfig:
         if not isinstance(self.dispatch_format, str):
             raise ConfigError("dispatch_format", "the name of a format", self.dispatch_format)
         self.format.validate_hidden(self.hidden_size)
+        self._check_batch_invariant()
         self._check_combine_format()
         self._check_layout()
         self._settle_levels()
@@ -207,6 +215,24 @@ class EPConfig:
         if self.mode == "allreduce":
             raise ConfigError("combine_format", "None with mode='allreduce' (nothing travels)", name)
         get_format(name).validate_hidden(self.hidden_size)
+
+    def _check_batch_invariant(self) -> None:
+        """Refuse settings in which the bits of a token's result depend on more than the token, if they must not."""
+        if not self.batch_invariant:
+            return
+        for name, expected, why in (
+            ("pre_reduce", (False, None), "a sum on the expert's rank is of the experts that this rank owns"),
+            ("mode", ("alltoall",), "a sum over ranks is of the experts of each rank"),
+            ("layout", ("expert", "masked"), "experts of the other sum the rows of a token on their rank"),
+            ("capacity", (None,), "other tokens decide which rows are dropped"),
+            ("rows_per_expert", (None,), "other tokens decide which rows are dropped"),
+        ):
+            if getattr(self, name) not in expected:
+                words = " or ".join(repr(value) for value in expected)
+                raise ConfigError(name, f"{words} with batch_invariant=True ({why})", getattr(self, name))
+        if not encodes_rows_alone(self.format, self.hidden_size):
+            expected = "a format that encodes each row by itself, with batch_invariant=True"
+            raise ConfigError("dispatch_format", expected, self.dispatch_format)
 
     def _settle_levels(self) -> None:
         """Make ``two_level`` True or False; refuse True where it is impossible."""

@@ -163,6 +163,14 @@ def check_rows(fmt: Format, x: Tensor, input_scale: Tensor | None) -> None:
         raise ArgumentError("input_scale", f"None (format {fmt.name!r} has no global scale)", "a tensor")
 
 
+def encodes_rows_alone(fmt: Format, hidden: int) -> bool:
+    """Return whether ``fmt`` gives a row the same bits beside a row of 100 times its size and without it."""
+    row = torch.linspace(-1.0, 1.0, hidden, device="cpu").to(fmt.input_dtypes[0])
+    beside, alone = (fmt.quantize(rows) for rows in (torch.stack([row, 100 * row]), row[None]))
+    pairs = ((beside.payload, alone.payload), (beside.scales, alone.scales))
+    return all(b is None or a is None or torch.equal(b[:1].view(torch.uint8), a.view(torch.uint8)) for b, a in pairs)
+
+
 def split(fmt: Format, x: Tensor, input_scale: Tensor | None = None) -> Tensor:
     """Check [n, hidden] and split it into fp32 [n, g, elements], g parts that share a scale each."""
     check_rows(fmt, x, input_scale)

@@ -128,6 +128,8 @@ def _what_layer_lacks(
     config: EPConfig, intermediate_size: int, activation: Activation | Clamp, dtype: torch.dtype
 ) -> Lack | None:
     """Return a requirement of all backends in fp8 that the layer does not meet, or None."""
+    if config.batch_invariant:  # tiles, or a library's kernel, by the number of rows
+        return Lack("batch_invariant=False, as their products depend on the number of rows", "True")
     if config.format.name != "fp8_block128":
         return Lack("dispatch_format='fp8_block128'", repr(config.format.name))
     if intermediate_size % BLOCK:

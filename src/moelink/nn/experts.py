@@ -21,7 +21,9 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.nn.parameters import SHARED, draw
-from moelink.rows.gated import gated_activation
+from moelink.rows.activation import Clamp
+from moelink.rows.batch_invariant import multiply, refuse_weight
+from moelink.rows.gated import gated_activation, known_activation
 from moelink.rows.scale_rows import looks_for_nan
 
 Activation = Callable[[Tensor], Tensor]
@@ -38,7 +40,13 @@ def known_max_tokens(config: EPConfig, num_tokens: int) -> int | None:
 
 
 def grouped_experts(
-    tokens: Tensor, row_offsets: Tensor, gate_up: Tensor, down: Tensor, *, activation: Activation
+    tokens: Tensor,
+    row_offsets: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    activation: Activation,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``down[g] (activation(gate) * up)`` with ``[gate | up] = gate_up[g] row`` for every row of every group g.
 
@@ -49,6 +57,8 @@ def grouped_experts(
         down: [G, H, I] of the same dtype.
         activation: of gate: a function, or a :class:`moelink.activation.Clamp`. Functions that
             :func:`moelink.rows.gated.known_activation` knows compute only the rows that exist.
+        batch_invariant: the bits of a row, and of its gradient, do not depend on other rows
+            (:mod:`moelink.rows.batch_invariant`). Group sizes are then read on the host.
 
     Returns:
         [R, H] of the same dtype, differentiable in ``tokens``, ``gate_up`` and ``down``. Groups without rows give
@@ -59,7 +69,8 @@ def grouped_experts(
 
     Raises:
         ArgumentError: a shape, dtype or device does not fit.
-        UnsupportedError: a CUDA graph is being captured and group sizes would have to be read on the host.
+        UnsupportedError: a CUDA graph is being captured and group sizes would have to be read on the host; or with
+            ``batch_invariant`` as :func:`refuse_experts`.
 
     Example:
         >>> import torch
@@ -73,16 +84,43 @@ def grouped_experts(
     groups, doubled, hidden = gate_up.shape
     if down.shape != (groups, hidden, doubled // 2):
         raise ArgumentError("down", f"shape {[groups, hidden, doubled // 2]}, as gate_up has it", list(down.shape))
-    inner = gated_activation(grouped_matmul(tokens, row_offsets, gate_up), row_offsets, activation)
-    return grouped_matmul(inner, row_offsets, down)
+    if batch_invariant:
+        refuse_experts(activation, gate_up, down, gate_up.device)
+    by = {"batch_invariant": batch_invariant}
+    inner = gated_activation(grouped_matmul(tokens, row_offsets, gate_up, **by), row_offsets, activation, **by)
+    return grouped_matmul(inner, row_offsets, down, **by)
 
 
-def grouped_matmul(rows: Tensor, row_offsets: Tensor, weight: Tensor) -> Tensor:
+def refuse_experts(activation: Activation | Clamp | None, gate_up: Tensor, down: Tensor, device: torch.device) -> None:
+    """Refuse experts on ``device`` that cannot be batch-invariant, before any call.
+
+    Raises:
+        UnsupportedError: another activation than silu or a Clamp, fp64, or sizes of which products are not
+            batch-invariant.
+    """
+    known = None if activation is None else known_activation(activation)
+    if known is None or known.kind not in ("silu", "clamped") or down.dtype == torch.float64:
+        raise UnsupportedError(
+            "batch_invariant: expected the activation silu or a moelink.activation.Clamp, and weights of at most 32 "
+            f"bits, got {activation!r} and {down.dtype}; change them, or leave batch_invariant out"
+        )
+    for weight in (gate_up, down):
+        refuse_weight(weight.shape[1:], weight.dtype, device)
+
+
+def as_group(rows: Tensor) -> Tensor:
+    """Return the offsets [2] int32 of one group of all ``rows``."""
+    return torch.tensor([0, rows.shape[0]], dtype=torch.int32, device=rows.device)
+
+
+def grouped_matmul(rows: Tensor, row_offsets: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
     """``rows @ weight[g].T`` for the rows of each group g: [R, K] and [G, N, K] give [R, N].
 
     Raises: as :func:`grouped_experts`.
     """
     _check(rows, row_offsets, weight)
+    if batch_invariant:
+        return torch.ops.moelink.matmul_by_group(rows, row_offsets, weight, True)  # type: ignore[no-any-return]
     # The plain loop makes zeros of the rows that do not exist, and of their gradients.
     if _fits_grouped_mm(rows, weight) and not looks_for_nan():
         if _leaves_empty_groups(rows.device):
@@ -189,6 +227,7 @@ class GatedMLP(torch.nn.Module):
         hidden_size, intermediate_size: elements of a token, and of a row between the two products.
         activation: of the gate.
         seed: of :meth:`reset_parameters`.
+        batch_invariant: the bits of a row do not depend on other rows, as of :func:`grouped_experts`.
         device, dtype: of the parameters.
 
     Attributes:
@@ -203,11 +242,12 @@ class GatedMLP(torch.nn.Module):
         *,
         activation: Activation = torch.nn.functional.silu,
         seed: int = 0,
+        batch_invariant: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation, self.seed = activation, seed
+        self.activation, self.seed, self.batch_invariant = activation, seed, batch_invariant
         new = {"device": device, "dtype": dtype}
         self.gate_up_proj = torch.nn.Parameter(torch.empty(2 * intermediate_size, hidden_size, **new))  # type: ignore[arg-type]
         self.down_proj = torch.nn.Parameter(torch.empty(hidden_size, intermediate_size, **new))  # type: ignore[arg-type]
@@ -220,6 +260,10 @@ class GatedMLP(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] to the same."""
+        if self.batch_invariant:
+            rows, stacked = x.reshape(-1, x.shape[-1]), (self.gate_up_proj[None], self.down_proj[None])
+            out = grouped_experts(rows, as_group(rows), *stacked, activation=self.activation, batch_invariant=True)
+            return out.view(x.shape)
         gate, up = torch.nn.functional.linear(x, self.gate_up_proj).chunk(2, dim=-1)
         return torch.nn.functional.linear(self.activation(gate) * up, self.down_proj)
 
@@ -233,17 +277,19 @@ def _bounds(row_offsets: Tensor) -> list[tuple[int, int]]:
         raise UnsupportedError(
             "experts: expected a grouped matmul that a CUDA graph can capture, got one whose group sizes are read on "
             "the host; use bf16 weights with hidden_size and intermediate_size multiples of 8, on compute capability "
-            "9.0 or 10.x"
+            "9.0 or 10.x, without batch_invariant"
         )
     offsets = row_offsets.tolist()
     return list(zip(offsets[:-1], offsets[1:], strict=True))
 
 
 @torch.library.custom_op("moelink::matmul_by_group", mutates_args=())
-def _matmul_by_group(rows: Tensor, row_offsets: Tensor, weight: Tensor) -> Tensor:
+def _matmul_by_group(rows: Tensor, row_offsets: Tensor, weight: Tensor, batch_invariant: bool = False) -> Tensor:
     out = rows.new_zeros(rows.shape[0], weight.shape[1])
     for group, (start, end) in enumerate(_bounds(row_offsets)):
-        if start < end:
+        if start < end and batch_invariant:
+            multiply(rows[start:end], weight[group].t(), out[start:end])
+        elif start < end:
             torch.mm(rows[start:end], weight[group].t(), out=out[start:end])
     return out
 
@@ -260,7 +306,7 @@ def _outer_by_group(left: Tensor, right: Tensor, row_offsets: Tensor) -> Tensor:
 
 
 @_matmul_by_group.register_fake
-def _matmul_by_group_fake(rows: Tensor, row_offsets: Tensor, weight: Tensor) -> Tensor:
+def _matmul_by_group_fake(rows: Tensor, row_offsets: Tensor, weight: Tensor, batch_invariant: bool = False) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1])
 
 
@@ -269,18 +315,19 @@ def _outer_by_group_fake(left: Tensor, right: Tensor, row_offsets: Tensor) -> Te
     return left.new_empty(row_offsets.shape[0] - 1, left.shape[1], right.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    *tensors, ctx.batch_invariant = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
     rows, row_offsets, weight = ctx.saved_tensors
     drows = dweight = None
     if ctx.needs_input_grad[0]:
-        drows = torch.ops.moelink.matmul_by_group(grad, row_offsets, weight.transpose(1, 2))
+        drows = torch.ops.moelink.matmul_by_group(grad, row_offsets, weight.transpose(1, 2), ctx.batch_invariant)
     if ctx.needs_input_grad[2]:
         dweight = torch.ops.moelink.outer_by_group(grad, rows, row_offsets)
-    return drows, None, dweight
+    return drows, None, dweight, None
 
 
 _matmul_by_group.register_autograd(_backward, setup_context=_save)

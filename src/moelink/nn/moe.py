@@ -22,12 +22,13 @@ from moelink.config import EPConfig
 from moelink.errors import ArgumentError, ConfigError, StateError, UnsupportedError
 from moelink.initialize import init
 from moelink.nn.expert_backends import ExpertsBackend, choose_backend
-from moelink.nn.experts import Activation, known_max_tokens
+from moelink.nn.experts import Activation, known_max_tokens, refuse_experts
 from moelink.nn.load import KIND, SCHEMA_VERSION, LoadMeter, LoadStats
 from moelink.nn.owned import ignored_by_ddp
 from moelink.nn.placed_experts import Experts, QuantizedExperts, refuse_gradients
 from moelink.nn.placement import Placement, PlacementMap
 from moelink.nn.router import Router, RouterConfig
+from moelink.rows.batch_invariant import refuse_weight
 from moelink.rows.dequantize import dequantized
 from moelink.rows.scale_rows import cast_rows
 
@@ -113,6 +114,8 @@ class MoE(torch.nn.Module):
         try:
             config = self._checked(intermediate_size, shared_expert, placement)
             device, dtype = device or self.ep.device, dtype or config.combine_dtype
+            if config.batch_invariant:
+                router = dataclasses.replace(router or RouterConfig(), batch_invariant=True)
             replicated = config.mode == "allreduce"
             self.router = Router(
                 config.hidden_size, config.num_experts if placement is None else placement.num_experts,
@@ -127,6 +130,10 @@ class MoE(torch.nn.Module):
                 device=device, dtype=dtype,
             )  # fmt: skip
             self._wrapping = self.experts.wrapping
+            if config.batch_invariant:
+                gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
+                refuse_experts(activation, gate_up, down, self.ep.device)
+                refuse_weight(self.router.weight.shape, torch.float32, self.ep.device)
             self.quantize_experts(experts_backend)
             self.shared_expert = shared_expert
             self.host_counts = host_counts
@@ -206,6 +213,9 @@ class MoE(torch.nn.Module):
         if shared_expert is not None and (config.fused_shared_expert or config.mode == "allreduce"):
             reason = "fused_shared_expert" if config.fused_shared_expert else "mode='allreduce' (fuse it)"
             raise ConfigError("shared_expert", f"None with {reason}", type(shared_expert).__name__)
+        if config.batch_invariant and not getattr(shared_expert, "batch_invariant", shared_expert is None):
+            expected = "a module with batch_invariant = True, such as GatedMLP(batch_invariant=True), as ep has it"
+            raise ConfigError("shared_expert", expected, type(shared_expert).__name__)
         return config
 
     def forward(

@@ -98,6 +98,7 @@ class Experts(PlacedExperts, KnowsRows):
         self.placement = placement or Placement.identity(config.num_experts)
         self.ranks = config.rank, config.world_size
         self.wrapping, self.row_dtype = Wrapping(), config.combine_dtype
+        self.batch_invariant = config.batch_invariant
         self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
         self.num_shared = int(config.fused_shared_expert)
         groups, hidden = config.num_groups, config.hidden_size
@@ -119,7 +120,9 @@ class Experts(PlacedExperts, KnowsRows):
         """Rows by group, as :func:`moelink.nn.grouped_experts` takes them."""
         ranks = self.wrapping.ranks()
         gate_up, down = (share_of_gradient(weight, ranks) for weight in (self.gate_up_proj, self.down_proj))
-        return grouped_experts(rows, row_offsets, gate_up, down, activation=self.activation)
+        return grouped_experts(
+            rows, row_offsets, gate_up, down, activation=self.activation, batch_invariant=self.batch_invariant
+        )
 
     def quantized(self, backend: str) -> QuantizedExperts:
         """Experts of these weights in fp8 (:func:`moelink.nn.quantize_weight`), multiplied by ``backend``, one of

@@ -32,7 +32,9 @@ import torch
 from torch import Tensor
 
 from moelink.errors import ArgumentError, ConfigError
+from moelink.nn.experts import as_group, grouped_matmul
 from moelink.nn.parameters import ROUTER, KeepsBuffers, draw
+from moelink.rows.batch_invariant import sigmoid
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
@@ -53,6 +55,8 @@ class RouterConfig:
         topk_groups: groups that a token may choose from.
         group_score: the score of a group: its best expert's, or the sum of its best two.
         scaling_factor: factor of the weights, applied last.
+        batch_invariant: ids and the bits of weights do not depend on other tokens. Of equal scores the lower id comes
+            first; tokens are bf16, fp16 or fp32.
     """
 
     scoring: Scoring = "softmax"
@@ -62,6 +66,7 @@ class RouterConfig:
     topk_groups: int = 1
     group_score: GroupScore = "max"
     scaling_factor: float = 1.0
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in (("scoring", get_args(Scoring)), ("group_score", get_args(GroupScore))):
@@ -108,17 +113,25 @@ def route(logits: Tensor, config: RouterConfig, *, topk: int, correction_bias: T
     >>> route(logits, RouterConfig(correction_bias=True), topk=2, correction_bias=bias).topk_ids
     tensor([[3, 1]], dtype=torch.int32)
     """
-    scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
+    to_scores = sigmoid if config.batch_invariant else torch.sigmoid
+    scores = logits.softmax(-1) if config.scoring == "softmax" else to_scores(logits)
     compared = scores.detach()
     if correction_bias is not None:
         compared = compared + correction_bias
     if config.num_groups > 1:
         compared = _limit_groups(compared, config)
-    ids = compared.topk(topk, dim=-1).indices
+    ids = _largest(compared, topk, config)
     weights = scores.gather(1, ids)
     if config.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
     return Routing(topk_ids=ids.int(), topk_weights=weights * config.scaling_factor, logits=logits)
+
+
+def _largest(values: Tensor, count: int, config: RouterConfig) -> Tensor:
+    """Indices [T, count] of the largest ``values`` of each row."""
+    if config.batch_invariant:  # torch.topk does not say which of equal values it takes
+        return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return values.topk(count, dim=-1).indices
 
 
 def _limit_groups(compared: Tensor, config: RouterConfig) -> Tensor:
@@ -129,7 +142,7 @@ def _limit_groups(compared: Tensor, config: RouterConfig) -> Tensor:
         group_scores = grouped.topk(2, dim=-1).values.sum(-1)
     else:
         group_scores = grouped.amax(-1)
-    best = group_scores.topk(config.topk_groups, dim=-1).indices
+    best = _largest(group_scores, config.topk_groups, config)
     barred = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
     return grouped.masked_fill(barred[:, :, None], float("-inf")).view(tokens, experts)
 
@@ -186,8 +199,14 @@ class Router(KeepsBuffers):
         if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
             raise ArgumentError("x", f"shape [num_tokens, {self.weight.shape[1]}]", list(x.shape))
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if self.config.batch_invariant and dtype == torch.float64:
+            raise ArgumentError("x", "bf16, fp16 or fp32 with batch_invariant=True", x.dtype)
         with torch.autocast(x.device.type, enabled=False):  # which would round the scores that decide between experts
-            logits = torch.nn.functional.linear(x.to(dtype), self.weight.to(dtype))
+            x, weight = x.to(dtype), self.weight.to(dtype)
+            if self.config.batch_invariant:
+                logits = grouped_matmul(x, as_group(x), weight[None], batch_invariant=True)
+            else:
+                logits = torch.nn.functional.linear(x, weight)
             return route(logits, self.config, topk=self.topk, correction_bias=self.correction_bias)
 
     def extra_repr(self) -> str:

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from moelink.errors import ArgumentError
 from moelink.rows.activation import Clamp, bounded
+from moelink.rows.batch_invariant import sigmoid
 from moelink.rows.scale_rows import count_rows, without_tail
 
 Kind = Literal["silu", "gelu", "gelu_tanh", "clamped"]
@@ -36,6 +37,8 @@ class GatedActivation:
         kind: "silu", "gelu" (by erf), "gelu_tanh" (its approximation), or "clamped": ``g sigmoid(alpha g) (u + 1)``
             with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``.
         alpha, limit: of the clamped kind; 1 for the others, which have none.
+        batch_invariant: the sigmoid, of rows narrower than fp64, has bits that do not depend on an element's place. In
+            the kernel they never do.
 
     Raises:
         ArgumentError: there is no such kind.
@@ -44,6 +47,7 @@ class GatedActivation:
     kind: Kind
     alpha: float = 1.0
     limit: float = 1.0
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -73,7 +77,13 @@ def known_activation(activation: Callable[[Tensor], Tensor] | Clamp) -> GatedAct
     return {"none": GatedActivation("gelu"), "tanh": GatedActivation("gelu_tanh")}.get(approximate or "")
 
 
-def gated_activation(gate_up: Tensor, row_offsets: Tensor, activation: Callable[[Tensor], Tensor] | Clamp) -> Tensor:
+def gated_activation(
+    gate_up: Tensor,
+    row_offsets: Tensor,
+    activation: Callable[[Tensor], Tensor] | Clamp,
+    *,
+    batch_invariant: bool = False,
+) -> Tensor:
     """``activation(gate) * up`` of rows [gate | up]: [R, 2 * I] to [R, I], differentiable once.
 
     Args:
@@ -82,6 +92,7 @@ def gated_activation(gate_up: Tensor, row_offsets: Tensor, activation: Callable[
             so are their gradients.
         activation: of gate. Functions that :func:`known_activation` knows compute only the rows that exist; torch's own
             operators apply any other function of each element to all R rows.
+        batch_invariant: as of :class:`GatedActivation`, for silu and Clamp.
 
     Nothing synchronises with the host on CUDA.
     """
@@ -90,7 +101,7 @@ def gated_activation(gate_up: Tensor, row_offsets: Tensor, activation: Callable[
         gate, up = gate_up.chunk(2, dim=1)
         return activation(gate) * up  # type: ignore[operator, no-any-return]
     return torch.ops.moelink.gated_activation(  # type: ignore[no-any-return]
-        gate_up, row_offsets, known.kind, known.alpha, known.limit
+        gate_up, row_offsets, known.kind, known.alpha, known.limit, batch_invariant
     )
 
 
@@ -137,19 +148,19 @@ def _activated(gate: Tensor, known: GatedActivation) -> tuple[Tensor, Tensor]:
         t = torch.tanh(factor * (gate + 0.044715 * gate**3))
         slope = factor * (1 + 3 * 0.044715 * gate * gate)
         return 0.5 * gate * (1 + t), 0.5 * (1 + t) + 0.5 * gate * (1 - t * t) * slope
-    s = torch.sigmoid(known.alpha * gate)
+    s = (sigmoid if known.batch_invariant else torch.sigmoid)(known.alpha * gate)
     return gate * s, s + known.alpha * gate * s * (1 - s)
 
 
 def _fill(
-    out: Tensor, gate_up: Tensor, row_offsets: Tensor, known: tuple[Any, float, float], grad: Tensor | None = None
+    out: Tensor, gate_up: Tensor, row_offsets: Tensor, known: tuple[Any, float, float, bool], grad: Tensor | None = None
 ) -> Tensor:
     """Store the activation, or with ``grad`` the gradient, in the rows of ``out`` that exist, and return ``out``."""
     if gate_up.is_cuda:
         from moelink.rows.gated_kernel import launch
 
         come = None if grad is None else grad.contiguous()
-        launch(gate_up.contiguous(), row_offsets, out, *known, grad=come)
+        launch(gate_up.contiguous(), row_offsets, out, *known[:3], grad=come)
         return out
     count, activation = count_rows(row_offsets, len(out)), GatedActivation(*known)
     rows = gate_up[:count]
@@ -158,13 +169,17 @@ def _fill(
 
 
 @torch.library.custom_op("moelink::gated_activation", mutates_args=())
-def _gated(gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
-    return _fill(_gated_fake(gate_up), gate_up, row_offsets, (kind, alpha, limit))
+def _gated(
+    gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float, batch_invariant: bool = False
+) -> Tensor:
+    return _fill(_gated_fake(gate_up), gate_up, row_offsets, (kind, alpha, limit, batch_invariant))
 
 
 @torch.library.custom_op("moelink::gated_activation_gradient", mutates_args=())
-def _gradient(grad: Tensor, gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
-    return _fill(_gradient_fake(grad, gate_up), gate_up, row_offsets, (kind, alpha, limit), grad)
+def _gradient(
+    grad: Tensor, gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float, batch_invariant: bool
+) -> Tensor:
+    return _fill(_gradient_fake(grad, gate_up), gate_up, row_offsets, (kind, alpha, limit, batch_invariant), grad)
 
 
 @_gated.register_fake
@@ -185,7 +200,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gate_up, row_offsets = ctx.saved_tensors
     rows = torch.ops.moelink.gated_activation_gradient(grad, gate_up, row_offsets, *ctx.rest)
-    return without_tail(rows, row_offsets), None, None, None, None
+    return without_tail(rows, row_offsets), None, None, None, None, None
 
 
 _gated.register_autograd(_backward, setup_context=_save)

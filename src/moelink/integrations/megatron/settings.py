@@ -50,7 +50,7 @@ class Settings(common.Settings):
     max_tokens_per_rank: int
     dispatch_format: str | None = None
     capacity: int | None = None
-    pre_reduce: bool = True
+    pre_reduce: bool | None = None
     device: str | None = None
 
     def init_arguments(self, config: Any, *, alignment: int) -> dict[str, Any]:
