@@ -220,15 +220,16 @@ class EPConfig:
         """Refuse settings in which the bits of a token's result depend on more than the token, if they must not."""
         if not self.batch_invariant:
             return
-        for name, expected, why in (
+        refused: tuple[tuple[str, tuple[object, ...], str], ...] = (
             ("pre_reduce", (False, None), "a sum on the expert's rank is of the experts that this rank owns"),
             ("mode", ("alltoall",), "a sum over ranks is of the experts of each rank"),
             ("layout", ("expert", "masked"), "experts of the other sum the rows of a token on their rank"),
             ("capacity", (None,), "other tokens decide which rows are dropped"),
             ("rows_per_expert", (None,), "other tokens decide which rows are dropped"),
-        ):
-            if getattr(self, name) not in expected:
-                words = " or ".join(repr(value) for value in expected)
+        )
+        for name, allowed, why in refused:
+            if getattr(self, name) not in allowed:
+                words = " or ".join(map(repr, allowed))
                 raise ConfigError(name, f"{words} with batch_invariant=True ({why})", getattr(self, name))
         if not encodes_rows_alone(self.format, self.hidden_size):
             expected = "a format that encodes each row by itself, with batch_invariant=True"

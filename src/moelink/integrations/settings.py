@@ -13,7 +13,7 @@ import dataclasses
 import importlib
 import os
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -29,7 +29,9 @@ from moelink.env import Variable
 from moelink.errors import ConfigError, UnsupportedError
 from moelink.integrations.versions import require
 
-_READ = {"transport": str, "num_sms": int, "timeout": float}
+_READ: dict[str, Callable[[str], Any]] = {
+    "transport": str, "num_sms": int, "timeout": float, "batch_invariant": lambda text: bool(("0", "1").index(text)),
+}  # fmt: skip
 """By name, the settings that an environment variable may have, and how they are read."""
 
 
@@ -41,11 +43,13 @@ class Settings:
         transport: "auto", "symmetric" or "collective".
         num_sms: SMs that kernels of moelink may occupy; None leaves the choice to moelink.
         timeout: seconds until a call names the peer that did not arrive.
+        batch_invariant: a token's bits depend on the token alone, as far as the framework's parts do.
     """
 
     transport: TransportName = "auto"
     num_sms: int | None = None
     timeout: float = 60.0
+    batch_invariant: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Return them as arguments of :func:`moelink.init`."""

@@ -331,7 +331,7 @@ class Workspace:
         together are faster from 256 tokens per rank on, and slower at 128 (docs/lab/combine.md).
         """
         cfg = self.config
-        copies = self.two_near_ranks and cfg.layout == "rank" and cfg.pre_reduce
+        copies = self.two_near_ranks and cfg.layout == "rank" and bool(cfg.pre_reduce)
         return copies and cfg.max_tokens_per_rank > MANY_COPIES
 
     @property

@@ -40,14 +40,9 @@ def known_max_tokens(config: EPConfig, num_tokens: int) -> int | None:
 
 
 def grouped_experts(
-    tokens: Tensor,
-    row_offsets: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    activation: Activation,
+    tokens: Tensor, row_offsets: Tensor, gate_up: Tensor, down: Tensor, *, activation: Activation,
     batch_invariant: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``down[g] (activation(gate) * up)`` with ``[gate | up] = gate_up[g] row`` for every row of every group g.
 
     Args:
@@ -86,23 +81,20 @@ def grouped_experts(
         raise ArgumentError("down", f"shape {[groups, hidden, doubled // 2]}, as gate_up has it", list(down.shape))
     if batch_invariant:
         refuse_experts(activation, gate_up, down, gate_up.device)
-    by = {"batch_invariant": batch_invariant}
-    inner = gated_activation(grouped_matmul(tokens, row_offsets, gate_up, **by), row_offsets, activation, **by)
-    return grouped_matmul(inner, row_offsets, down, **by)
+    inner = grouped_matmul(tokens, row_offsets, gate_up, batch_invariant)
+    inner = gated_activation(inner, row_offsets, activation, batch_invariant)
+    return grouped_matmul(inner, row_offsets, down, batch_invariant)
 
 
 def refuse_experts(activation: Activation | Clamp | None, gate_up: Tensor, down: Tensor, device: torch.device) -> None:
-    """Refuse experts on ``device`` that cannot be batch-invariant, before any call.
-
-    Raises:
-        UnsupportedError: another activation than silu or a Clamp, fp64, or sizes of which products are not
-            batch-invariant.
-    """
+    """Raise UnsupportedError for experts on ``device`` that cannot be batch-invariant: another activation than silu or
+    a Clamp (None: no gate, or a norm), fp64, or sizes of which products are not."""
     known = None if activation is None else known_activation(activation)
     if known is None or known.kind not in ("silu", "clamped") or down.dtype == torch.float64:
         raise UnsupportedError(
-            "batch_invariant: expected the activation silu or a moelink.activation.Clamp, and weights of at most 32 "
-            f"bits, got {activation!r} and {down.dtype}; change them, or leave batch_invariant out"
+            "batch_invariant: expected experts with a gate, without a norm, of the activation silu or a "
+            f"moelink.activation.Clamp and of at most 32 bits, got {activation!r} and {down.dtype}; change them, or "
+            "leave batch_invariant out"
         )
     for weight in (gate_up, down):
         refuse_weight(weight.shape[1:], weight.dtype, device)
@@ -113,7 +105,7 @@ def as_group(rows: Tensor) -> Tensor:
     return torch.tensor([0, rows.shape[0]], dtype=torch.int32, device=rows.device)
 
 
-def grouped_matmul(rows: Tensor, row_offsets: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
+def grouped_matmul(rows: Tensor, row_offsets: Tensor, weight: Tensor, batch_invariant: bool = False) -> Tensor:
     """``rows @ weight[g].T`` for the rows of each group g: [R, K] and [G, N, K] give [R, N].
 
     Raises: as :func:`grouped_experts`.
@@ -262,8 +254,9 @@ class GatedMLP(torch.nn.Module):
         """[..., hidden_size] to the same."""
         if self.batch_invariant:
             rows, stacked = x.reshape(-1, x.shape[-1]), (self.gate_up_proj[None], self.down_proj[None])
-            out = grouped_experts(rows, as_group(rows), *stacked, activation=self.activation, batch_invariant=True)
-            return out.view(x.shape)
+            return grouped_experts(
+                rows, as_group(rows), *stacked, activation=self.activation, batch_invariant=True
+            ).view(x.shape)
         gate, up = torch.nn.functional.linear(x, self.gate_up_proj).chunk(2, dim=-1)
         return torch.nn.functional.linear(self.activation(gate) * up, self.down_proj)
 

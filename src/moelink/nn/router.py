@@ -204,7 +204,7 @@ class Router(KeepsBuffers):
         with torch.autocast(x.device.type, enabled=False):  # which would round the scores that decide between experts
             x, weight = x.to(dtype), self.weight.to(dtype)
             if self.config.batch_invariant:
-                logits = grouped_matmul(x, as_group(x), weight[None], batch_invariant=True)
+                logits = grouped_matmul(x, as_group(x), weight[None], True)
             else:
                 logits = torch.nn.functional.linear(x, weight)
             return route(logits, self.config, topk=self.topk, correction_bias=self.correction_bias)

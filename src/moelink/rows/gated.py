@@ -78,11 +78,7 @@ def known_activation(activation: Callable[[Tensor], Tensor] | Clamp) -> GatedAct
 
 
 def gated_activation(
-    gate_up: Tensor,
-    row_offsets: Tensor,
-    activation: Callable[[Tensor], Tensor] | Clamp,
-    *,
-    batch_invariant: bool = False,
+    gate_up: Tensor, row_offsets: Tensor, activation: Callable[[Tensor], Tensor] | Clamp, batch_invariant: bool = False
 ) -> Tensor:
     """``activation(gate) * up`` of rows [gate | up]: [R, 2 * I] to [R, I], differentiable once.
 

@@ -123,13 +123,15 @@ class MoelinkDispatcher(BaseDispatcher):  # type: ignore[misc]
             topk_output.topk_weights.float().contiguous(),
         )
         self._received, rows = recv, recv.tokens.shape[0]
-        masked = not get_is_extend_in_batch()
+        masked, weights = not get_is_extend_in_batch(), recv.weights
+        if config.batch_invariant and weights is not None:  # home weighs rows, as it does in training
+            weights = torch.ones_like(weights)
         most = config.world_size * config.max_tokens_per_rank
         return DeepEPv2DispatchOutput(
             recv.tokens,
             scales_of(recv.scales),
             None,
-            recv.weights,
+            weights,
             ends_of(recv.row_offsets, recv.num_recv_per_expert),
             is_expanded=True,
             use_masked_gemm=masked,
@@ -158,4 +160,5 @@ class MoelinkDispatcher(BaseDispatcher):  # type: ignore[misc]
             raise ArgumentError("combine_input", "DeepEPv2CombineInput", combine_input.format)
         if combine_input.routewise_layout is not None:
             raise ArgumentError("combine_input", "rows that are multiplied by the router weights", "unweighted ones")
-        return self.ep.combine(combine_input.hidden_states.contiguous(), recv, weigh=False)
+        rows = combine_input.hidden_states.contiguous()
+        return self.ep.combine(rows, recv, weigh=self.ep.config.batch_invariant)

@@ -39,13 +39,15 @@ class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             hidden_dim: elements of a row.
             num_max_tokens_per_rank: the most tokens of a rank in one call.
             dtype: torchtitan's name of the dtype of activations.
-            dispatch_format, expert_alignment, capacity, transport, num_sms, timeout: as for :func:`moelink.init`.
+            dispatch_format, batch_invariant, expert_alignment, capacity, transport, num_sms, timeout: as for
+                :func:`moelink.init`.
         """
 
         hidden_dim: int
         num_max_tokens_per_rank: int
         dtype: str = "bfloat16"
         dispatch_format: str = "bf16"
+        batch_invariant: bool = False
         expert_alignment: int = 1
         capacity: int | None = None
         transport: str = "auto"

@@ -40,6 +40,7 @@ def dispatcher(
     num_max_tokens_per_rank: int | None = None,
     dtype: str | None = None,
     dispatch_format: str | None = None,
+    batch_invariant: bool = False,
     expert_alignment: int | None = None,
     capacity: int | None = None,
     transport: str | None = None,
@@ -56,7 +57,7 @@ def dispatcher(
             "bfloat16".
         dispatch_format: how rows travel. None: the format that carries ``dtype`` exactly.
         expert_alignment: rows of an expert are padded to a multiple of it. None: ``pad_multiple`` of ``cfg``, else 1.
-        capacity, transport, num_sms, timeout: as for :func:`moelink.init`.
+        batch_invariant, capacity, transport, num_sms, timeout: as for :func:`moelink.init`.
 
     Raises:
         ConfigError: a size is missing, contradicts ``cfg``, or a value is not acceptable.

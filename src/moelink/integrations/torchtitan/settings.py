@@ -66,6 +66,7 @@ def resolve(configured: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
         "dtype": dtype,
         "dispatch_format": name,
         "expert_alignment": alignment,
+        "batch_invariant": given.get("batch_invariant", False),
         "capacity": given.get("capacity"),
         "transport": given.get("transport") or "auto",
         "num_sms": given.get("num_sms"),
@@ -75,7 +76,7 @@ def resolve(configured: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 
 def init_arguments(fields: Mapping[str, Any], *, num_experts: int, top_k: int, device: torch.device) -> dict[str, Any]:
     """Return arguments of :func:`moelink.init`, without the group, for ``fields`` that :func:`resolve` returned."""
-    same = ("dispatch_format", "expert_alignment", "capacity", "transport", "num_sms", "timeout")
+    same = ("dispatch_format", "batch_invariant", "expert_alignment", "capacity", "transport", "num_sms", "timeout")
     return {
         "num_experts": num_experts,
         "topk": top_k,

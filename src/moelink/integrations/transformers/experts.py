@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from moelink.integrations.transformers.forms import Form
 from moelink.integrations.transformers.ranks import check_same, shared_by_ranks, total_over_ranks
 from moelink.nn import dequantized
 from moelink.nn.checkpoint import refuse_plain_checkpoints
-from moelink.nn.experts import group_of_rows, grouped_matmul, known_max_tokens
+from moelink.nn.experts import group_of_rows, grouped_matmul, known_max_tokens, refuse_experts
 from moelink.nn.owned import Ownership, Wrapping, share_of_gradient
 from moelink.nn.parameters import KnowsRows
 from moelink.nn.placed_experts import QuantizedExperts, refuse_gradients
@@ -68,8 +69,9 @@ def compute(
     offsets = recv.row_offsets
     rows = dequantized(recv, ep.config, dtype=tensors[form.up].dtype)  # which is another one after a cast of the model
     owner = group_of_rows(offsets, rows.shape[0]) if form.biased or form.norm is not None else None
-    inner = _activated(form, _product(form, tensors, form.up, rows, offsets, owner), offsets)
-    out = _product(form, tensors, "down_proj", inner, offsets, owner)
+    fixed = ep.config.batch_invariant
+    inner = _activated(form, _product(form, tensors, form.up, rows, offsets, owner, fixed), offsets, fixed)
+    out = _product(form, tensors, "down_proj", inner, offsets, owner, fixed)
     if form.norm is None:
         return out
     assert owner is not None
@@ -80,12 +82,20 @@ def compute(
     return normed.where(exists, 0)  # type: ignore[no-any-return]
 
 
+def refuse_form(form: Form, tensors: Mapping[str, Any], ep: moelink.Communicator) -> None:
+    """Raise UnsupportedError for experts of ``form`` that cannot be batch-invariant, if ``ep`` is."""
+    if ep.config.batch_invariant:
+        activation = form.activation if form.gated and form.norm is None else None
+        refuse_experts(activation, tensors[form.up], tensors["down_proj"], ep.device)
+
+
 def _product(
-    form: Form, tensors: Mapping[str, Tensor], name: str, rows: Tensor, offsets: Tensor, owner: Tensor | None
-) -> Tensor:
+    form: Form, tensors: Mapping[str, Tensor], name: str, rows: Tensor, offsets: Tensor, owner: Tensor | None,
+    batch_invariant: bool,
+) -> Tensor:  # fmt: skip
     """The grouped product of ``rows`` with the weight ``name``, and its bias."""
-    weight = tensors[name]
-    out = grouped_matmul(rows, offsets, weight.transpose(1, 2) if form.transposed else weight)
+    weight = tensors[name].transpose(1, 2) if form.transposed else tensors[name]
+    out = grouped_matmul(rows, offsets, weight, batch_invariant)
     if not form.biased:
         return out
     assert owner is not None
@@ -93,7 +103,7 @@ def _product(
     return (out + tensors[f"{name}_bias"][owner.clamp(min=0)]).where((owner >= 0)[:, None], 0)
 
 
-def _activated(form: Form, rows: Tensor, offsets: Tensor) -> Tensor:
+def _activated(form: Form, rows: Tensor, offsets: Tensor, batch_invariant: bool) -> Tensor:
     """Apply the function between the products."""
     if form.activation is None:
         return form.method(rows)
@@ -103,7 +113,7 @@ def _activated(form: Form, rows: Tensor, offsets: Tensor) -> Tensor:
     if form.interleaved:
         rows = rows.unflatten(1, (form.intermediate_size, 2)).transpose(1, 2).flatten(1)
     assert known_activation(form.activation) is not None
-    return gated_activation(rows, offsets, form.activation)
+    return gated_activation(rows, offsets, form.activation, batch_invariant)
 
 
 class ParallelExperts(KnowsRows):

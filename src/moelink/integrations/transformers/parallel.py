@@ -16,7 +16,7 @@ from moelink.config import Mode, TransportName
 from moelink.control.exchange import BUSY, Peers
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.integrations.transformers.checkpoint import Checkpoint, LoadReport
-from moelink.integrations.transformers.experts import ParallelExperts
+from moelink.integrations.transformers.experts import ParallelExperts, refuse_form
 from moelink.integrations.transformers.forms import Form, Settings, Shape, experts_of, form_of, topk_of
 from moelink.integrations.transformers.fp8 import FORMAT, check_quantization, choose_for, quantized_experts
 from moelink.integrations.transformers.loading import Part, empty_model, fill, gathered_state_dict, is_empty, only_own
@@ -138,6 +138,7 @@ def parallelize(
     dispatch_format: str | None = None,
     combine_dtype: torch.dtype | None = None,
     capacity: int | None = None,
+    batch_invariant: bool = False,
     checkpoint: str | Path | None = None,
     experts_backend: ExpertsBackend = "auto",
     topk: int | None = None,
@@ -162,6 +163,8 @@ def parallelize(
             ``fp8_block128`` if the checkpoint's experts are in fp8.
         combine_dtype: of experts' outputs on the way home; None for the model's dtype.
         capacity: rows a rank receives at most; None for the worst case. ``ep.check()`` reports lost rows.
+        batch_invariant: the bits of experts' outputs depend on the token alone, in mode "alltoall"; as for
+            :func:`moelink.init`.
         checkpoint: a folder of safetensors files; a rank reads the replicated weights and its own experts only.
         experts_backend: the product of experts of a checkpoint in fp8, as in :class:`moelink.nn.MoE`.
         topk: experts of a token, if the model's configuration does not have it.
@@ -184,7 +187,8 @@ def parallelize(
     fp8 = checkpoint is not None and check_quantization(model.config, f"checkpoint {checkpoint}")
     settings = Settings(
         max_tokens_per_rank=max_tokens_per_rank, dispatch_format=dispatch_format or (FORMAT if fp8 else None),
-        combine_dtype=combine_dtype, capacity=capacity, transport=transport, num_sms=num_sms, timeout=timeout,
+        combine_dtype=combine_dtype, capacity=capacity, batch_invariant=batch_invariant, transport=transport,
+        num_sms=num_sms, timeout=timeout,
     )  # fmt: skip
     where = torch.device(device) if device is not None else None if empty else model.device
     ep = settings.open(shape, mode=mode, group=group, device=where)
@@ -193,6 +197,8 @@ def parallelize(
     layer_peers = peers_of(ep, ranks, "a sum of a layer") if ranks is not None else None
     part, loaded = Part.of(ep.config), None
     try:
+        for name, form in forms.items():
+            refuse_form(form, layers[name]._parameters, ep)
         backends = {name: choose_for(form, ep, experts_backend) for name, form in forms.items()} if fp8 else {}
         if checkpoint is None:
             _keep(layers, forms, part, ep.device)
@@ -226,6 +232,7 @@ def from_pretrained(
     dispatch_format: str | None = None,
     combine_dtype: torch.dtype | None = None,
     capacity: int | None = None,
+    batch_invariant: bool = False,
     experts_backend: ExpertsBackend = "auto",
     topk: int | None = None,
     auto_class: Any = None,
@@ -244,8 +251,9 @@ def from_pretrained(
     model = empty_model(folder, dtype=dtype, auto_class=auto_class, attn_implementation=attn_implementation)
     parallel = parallelize(
         model, max_tokens_per_rank=max_tokens_per_rank, mode=mode, dispatch_format=dispatch_format,
-        combine_dtype=combine_dtype, capacity=capacity, checkpoint=folder, experts_backend=experts_backend, topk=topk,
-        group=group, device=device, transport=transport, num_sms=num_sms, timeout=timeout,
+        combine_dtype=combine_dtype, capacity=capacity, batch_invariant=batch_invariant, checkpoint=folder,
+        experts_backend=experts_backend, topk=topk, group=group, device=device, transport=transport, num_sms=num_sms,
+        timeout=timeout,
     )  # fmt: skip
     model.train(False)
     return parallel

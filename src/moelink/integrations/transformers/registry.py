@@ -16,7 +16,7 @@ import moelink
 from moelink.config import Mode, TransportName
 from moelink.errors import ClosedError, UnsupportedError
 from moelink.integrations.settings import device_of
-from moelink.integrations.transformers.experts import compute, run_experts
+from moelink.integrations.transformers.experts import compute, refuse_form, run_experts
 from moelink.integrations.transformers.forms import Settings, Shape, form_of, topk_of
 from moelink.integrations.versions import require
 from moelink.lifetime import peers_of
@@ -71,6 +71,7 @@ def register(
     dispatch_format: str | None = None,
     combine_dtype: torch.dtype | None = None,
     capacity: int | None = None,
+    batch_invariant: bool = False,
     transport: TransportName = "auto",
     num_sms: int | None = None,
     timeout: float = 60.0,
@@ -99,7 +100,7 @@ def register(
 
     settings = Settings(
         max_tokens_per_rank=max_tokens_per_rank, dispatch_format=dispatch_format, combine_dtype=combine_dtype,
-        capacity=capacity, transport=transport, num_sms=num_sms, timeout=timeout,
+        capacity=capacity, batch_invariant=batch_invariant, transport=transport, num_sms=num_sms, timeout=timeout,
     )  # fmt: skip
     registration = Registration(name, settings)
 
@@ -121,6 +122,7 @@ def register(
             device = device_of(ep_mesh.device_type)
             mode: Mode = "allreduce" if self.shares_batch else "alltoall"
             self.ep = registration.communicator(shape, mode=mode, group=self.group, device=device)
+            refuse_form(self.form, experts._parameters, self.ep)
             self.peers = peers_of(self.ep, self.group, "a sum of a layer") if ep_mesh.size() > 1 else None
 
         def __call__(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:

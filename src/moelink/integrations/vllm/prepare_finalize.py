@@ -34,6 +34,7 @@ from moelink.integrations.vllm.settings import (  # noqa: E402
     bound_of,
     init_arguments,
     refuse,
+    rows_by_expert,
     rows_of,
 )
 
@@ -186,10 +187,11 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         if num_experts != ep.config.num_experts:
             raise ArgumentError("num_experts", f"{ep.config.num_experts} physical experts", num_experts)
         if apply_router_weight_on_input:
-            if topk_ids.shape[1] != 1:
+            if topk_ids.shape[1] != 1 or ep.config.batch_invariant:
                 raise ArgumentError(
-                    "apply_router_weight_on_input", "False, or one expert for a token", topk_ids.shape[1]
-                )
+                    "apply_router_weight_on_input", "False, or one expert for a token and no batch_invariant",
+                    topk_ids.shape[1],
+                )  # fmt: skip
             a1 = a1 * topk_weights.to(a1.dtype)
         scales = None
         if self.rows.quantized_by == "vllm":
@@ -206,10 +208,12 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
     def _arrived(self, number: int, recv: moelink.DispatchOutput, quant_config: Any) -> Any:
         """Keep the output of the dispatch of microbatch ``number``; return the input of vLLM's experts."""
         self._received[number] = recv
-        tokens, scales = recv.tokens, recv.scales
+        tokens, scales, ids, weights = recv.tokens, recv.scales, recv.topk_ids, recv.topk_weights
+        if self._communicator().config.batch_invariant:
+            scales, ids, weights = rows_by_expert(recv, self._communicator().config)
         if self.rows.quantized_by == "arrival":
             tokens, scales = _quantize(tokens, quant_config, swizzled=quant_config.is_scale_swizzled)
-        return tokens, scales, None, recv.topk_ids, recv.topk_weights
+        return tokens, scales, None, ids, weights
 
     def finalize_async(
         self, output: Tensor, *given: Any, **named: Any

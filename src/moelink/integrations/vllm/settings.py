@@ -6,10 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from moelink.config import EPConfig
 from moelink.env import VLLM
 from moelink.errors import UnsupportedError
+from moelink.formats.scale_layouts import Transposed
 from moelink.integrations.settings import Settings, SharedCommunicators
+from moelink.nn.experts import group_of_rows
+from moelink.output import DispatchOutput
+from moelink.routing import ExpertMap
 
 COMMUNICATORS = SharedCommunicators()
 close = COMMUNICATORS.close
@@ -170,12 +176,24 @@ def init_arguments(
         "max_tokens_per_rank": config.max_num_tokens,
         "dispatch_format": rows.format,
         "combine_dtype": config.in_dtype,
-        "layout": "rank",
-        "global_ids": True,
+        **({} if settings.batch_invariant else {"layout": "rank", "global_ids": True}),
         "device": device,
         "lanes": microbatches,
         **chosen,
     }
+
+
+def rows_by_expert(recv: DispatchOutput, config: EPConfig) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return scales [rows, scales per row], ids [rows, 1] and weights [rows, 1] of a row for each token and expert.
+
+    The ids are global, -1 past the end. The weights are 1, as the home rank multiplies by the router's.
+    """
+    group = group_of_rows(recv.row_offsets, recv.tokens.shape[0])[:, None]
+    first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
+    scales, layout = recv.scales, config.format.scale_layout
+    if scales is not None and isinstance(layout, Transposed):
+        scales = scales.t().contiguous()
+    return scales, torch.where(group >= 0, group + first, -1), torch.ones_like(group, dtype=torch.float32)
 
 
 def bound_of(largest: int | None, *, own: int, shards: int, limit: int) -> int | None:
