@@ -1,5 +1,7 @@
 """EPConfig: what it refuses, in which words, and the sizes that follow from it."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 
 import moelink
 from moelink import EPConfig
+from moelink.formats.fp8 import FP8Block128
+from moelink.formats.registry import REGISTRY
 from moelink.memory.layout import DispatchMessage, Region, RegionTable
 from moelink.memory.workspace import Workspace
 from moelink.routing import ExpertMap, aligned_offsets, plan_rows, plan_sends, shared_slice
@@ -62,6 +66,37 @@ def test_rank_layout_refuses_what_it_cannot_mean(field):
     value = {"fused_shared_expert": True, "pre_reduce": False, "expert_alignment": 8}[field]
     with pytest.raises(moelink.ConfigError, match=f"{field}: expected .* with layout='rank'"):
         EPConfig(**(BASE | {"layout": "rank", field: value}))
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("pre_reduce", True), ("mode", "allreduce"), ("layout", "rank"), ("capacity", 9), ("rows_per_expert", 8),
+        ("dispatch_format", "fp8_of_all_rows"),
+    ],
+)  # fmt: skip
+def test_batch_invariant_refuses_all_in_which_other_tokens_or_ranks_count(field, value, monkeypatch):
+    monkeypatch.setitem(REGISTRY._registered, "fp8_of_all_rows", OneScale())
+    layout = {"layout": "masked"} if field == "rows_per_expert" else {}
+    with pytest.raises(moelink.ConfigError, match=f"{field}: expected .* with batch_invariant=True") as caught:
+        EPConfig(**(BASE | layout | {"batch_invariant": True, field: value}))
+    assert caught.value.field == field
+
+
+def test_rows_travel_home_one_by_one_if_bits_depend_on_the_token_alone():
+    assert EPConfig(**BASE).pre_reduce is True
+    for fmt in moelink.format_names():
+        assert EPConfig(**BASE, batch_invariant=True, dispatch_format=fmt).pre_reduce is False
+
+
+class OneScale(FP8Block128):
+    """One scale for all rows of a call."""
+
+    name = "fp8_of_all_rows"
+
+    def quantize(self, x, input_scale=None):
+        rows = super().quantize(x)
+        return dataclasses.replace(rows, scales=rows.scales.amax().expand(rows.scales.shape))
 
 
 @pytest.mark.parametrize(

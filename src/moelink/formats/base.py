@@ -168,7 +168,10 @@ def encodes_rows_alone(fmt: Format, hidden: int) -> bool:
     row = torch.linspace(-1.0, 1.0, hidden, device="cpu").to(fmt.input_dtypes[0])
     beside, alone = (fmt.quantize(rows) for rows in (torch.stack([row, 100 * row]), row[None]))
     pairs = ((beside.payload, alone.payload), (beside.scales, alone.scales))
-    return all(b is None or a is None or torch.equal(b[:1].view(torch.uint8), a.view(torch.uint8)) for b, a in pairs)
+    bits = [
+        [rows.contiguous().view(torch.uint8) for rows in (b[:1], a)] for b, a in pairs if not (b is None or a is None)
+    ]
+    return all(torch.equal(*each) for each in bits)
 
 
 def split(fmt: Format, x: Tensor, input_scale: Tensor | None = None) -> Tensor:

@@ -18,18 +18,19 @@ def test_sizes_come_from_the_model() -> None:
     fields = resolve(DEEPEP, {})
     assert fields == {
         "hidden_dim": 64, "num_max_tokens_per_rank": 32, "dtype": "bfloat16", "dispatch_format": "bf16",
-        "expert_alignment": 1, "capacity": None, "transport": "auto", "num_sms": None, "timeout": 60.0,
+        "batch_invariant": False, "expert_alignment": 1, "capacity": None, "transport": "auto", "num_sms": None,
+        "timeout": 60.0,
     }  # fmt: skip
     arguments = init_arguments(fields, num_experts=8, top_k=2, device=torch.device("cpu"))
     assert arguments == {
         "num_experts": 8, "topk": 2, "hidden_size": 64, "max_tokens_per_rank": 32, "combine_dtype": torch.bfloat16,
-        "dispatch_format": "bf16", "expert_alignment": 1, "capacity": None, "transport": "auto", "num_sms": None,
-        "timeout": 60.0, "device": torch.device("cpu"),
+        "dispatch_format": "bf16", "batch_invariant": False, "expert_alignment": 1, "capacity": None,
+        "transport": "auto", "num_sms": None, "timeout": 60.0, "device": torch.device("cpu"),
     }  # fmt: skip
 
 
 def test_arguments_are_taken_where_the_model_has_none() -> None:
-    given = {"hidden_dim": 128, "num_max_tokens_per_rank": 7, "dtype": "float32", "capacity": 99, "num_sms": 4}
+    given = {"hidden_dim": 128, "num_max_tokens_per_rank": 7, "dtype": "float32", "batch_invariant": True, "num_sms": 4}
     fields = resolve(STANDARD, given)
     assert {name: fields[name] for name in given} == given
     assert fields["dispatch_format"] == "fp32"

@@ -40,6 +40,8 @@ FP8 = torch.float8_e4m3fn
     [
         ("0", None), ("", None), (" 1 ", common.Settings()),
         ("transport=collective", common.Settings(transport="collective")),
+        ("batch_invariant=1", common.Settings(batch_invariant=True)),
+        ("batch_invariant=0", common.Settings()),
         ("num_sms=24, timeout=5", common.Settings(num_sms=24, timeout=5.0)),
     ],
 )  # fmt: skip
@@ -49,7 +51,17 @@ def test_the_variable_switches_the_plugin(text: str, settings: common.Settings |
 
 @pytest.mark.quick("no time, and each is another mistake")
 @pytest.mark.parametrize(
-    "text", ["yes", "num_sms", "sms=3", "num_sms=many", "transport=mpi", "timeout=1,timeout=2", "num_sms=1,"]
+    "text",
+    [
+        "yes",
+        "num_sms",
+        "sms=3",
+        "num_sms=many",
+        "transport=mpi",
+        "timeout=1,timeout=2",
+        "num_sms=1,",
+        "batch_invariant=yes",
+    ],
 )
 def test_what_the_variable_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="MOELINK_VLLM"):
