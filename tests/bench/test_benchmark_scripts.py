@@ -1,6 +1,7 @@
 """Benchmarks that are started on their own: what of them needs no GPU."""
 
 import importlib.util
+import itertools
 import json
 import re
 import sys
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from moelink.errors import MoelinkError
 from moelink.memory.workspace import Workspace
 from moelink.tools.cli import app
-from moelink_bench import Case, command, contenders, document, host, launchers, ncu, quotients, sweep
+from moelink_bench import Case, batch_invariance, command, contenders, document, host, launchers, ncu, quotients, sweep
 from moelink_bench.measure import PHASES
 from moelink_bench.script import SCRIPTS, Script, main_of
 from moelink_bench.timing import WallClock
@@ -237,6 +238,23 @@ def test_multiplications_with_additions_round_once() -> None:
     for sign in (1, -1):  # 2**-60 below the middle
         assert fma(sign * a, b, sign * c).item() == sign * (1 + 2.0**-23)
         assert (sign * a.double() * b.double() + sign * c.double()).float().item() == sign * (1 + 2.0**-22)
+
+
+def test_rows_home_by_the_formula_are_those_of_all_choices() -> None:
+    """Of 2 of 6 experts on 3 ranks, seen from rank 0."""
+    choices = list(itertools.combinations(range(6), 2))
+    for index, count in enumerate((lambda ids: len({e // 2 for e in ids} - {0}), lambda ids: sum(e > 1 for e in ids))):
+        mean = sum(map(count, choices)) / len(choices)
+        assert batch_invariance.rows_home(3, 6, 2)[index] == pytest.approx(mean)
+
+
+def test_a_layer_whose_bits_depend_on_the_token_alone_is_compared(tmp_path: Path) -> None:
+    out = tmp_path / "bits.json"
+    sizes = "--ranks 2 --hidden-size 32 --intermediate-size 16 --num-experts 4 --topk 2 --iterations 1"
+    assert batch_invariance.main([*sizes.split(), "--out", str(out), "--commit", "abc1234"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["dtype"], row["tokens"]) for row in rows] == [(d, t) for d in ("fp32", "bf16") for t in (1, 16, 128)]
+    assert all(row["time_ratio"] > 0 and row["bytes_home"]["on"] >= row["bytes_home"]["off"] > 0 for row in rows)
 
 
 def test_one_correction_makes_quotients_of_bf16_right() -> None:

@@ -18,6 +18,7 @@ from moelink.errors import MoelinkError
 from moelink_bench.document import command_line, head, results_folder, write
 
 SCRIPTS: Mapping[str, str] = MappingProxyType({
+    "batch_invariance": "Compare a layer with batch_invariant and one without, on CPU ranks.",
     "collective": "Compare the collective transport with a sort and all_to_all_single, on CPU ranks.",
     "experts": "Time the grouped products of experts, or launch settings of their fp8 kernel.",
     "frameworks": "Compare a framework's own dispatcher with moelink in the same layer; by torchrun.",

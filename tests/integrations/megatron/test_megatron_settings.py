@@ -27,7 +27,7 @@ def test_arguments_follow_from_the_model() -> None:
     assert settings.init_arguments(config(), alignment=16) == {
         "num_experts": 8, "topk": 2, "hidden_size": 64, "max_tokens_per_rank": 32, "dispatch_format": "bf16",
         "combine_dtype": torch.bfloat16, "expert_alignment": 16, "capacity": None, "pre_reduce": False,
-        "transport": "auto", "num_sms": None, "timeout": 60.0, "device": torch.device("cpu"),
+        "transport": "auto", "num_sms": None, "timeout": 60.0, "batch_invariant": False, "device": torch.device("cpu"),
     }  # fmt: skip
     other = config(params_dtype=torch.float16, moe_latent_size=32)
     arguments = settings.init_arguments(other, alignment=1)
