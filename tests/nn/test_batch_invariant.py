@@ -144,6 +144,17 @@ def test_products_are_as_exact_as_torchs() -> None:
             torch.testing.assert_close(got.grad, expected.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full("seconds of compilation, of parts that the tests of compiled layers compile")
+def test_compiled_layers_give_the_same_bits_and_leave_the_router_eager() -> None:
+    with moelink.init(**BASE) as ep, torch.no_grad():
+        layer, x = MoE(ep, intermediate_size=16), torch.randn(4, 16).bfloat16()
+        assert torch.equal(torch.compile(layer, backend="aot_eager")(x), layer(x))
+        torch.compiler.reset()
+        with pytest.raises(Exception, match="batch_invariant: expected a router outside of compiled code"):
+            torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    torch.compiler.reset()
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from moelink.errors import ArgumentError, ConfigError
+from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 from moelink.nn.experts import as_group, grouped_matmul
 from moelink.nn.parameters import ROUTER, KeepsBuffers, draw
 from moelink.rows.batch_invariant import sigmoid
@@ -201,6 +201,11 @@ class Router(KeepsBuffers):
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         if self.config.batch_invariant and dtype == torch.float64:
             raise ArgumentError("x", "bf16, fp16 or fp32 with batch_invariant=True", x.dtype)
+        if self.config.batch_invariant and torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "batch_invariant: expected a router outside of compiled code, which adds in the compiler's order, got "
+                "one inside; compile without fullgraph=True, which leaves it out"
+            )
         with torch.autocast(x.device.type, enabled=False):  # which would round the scores that decide between experts
             x, weight = x.to(dtype), self.weight.to(dtype)
             if self.config.batch_invariant:

@@ -48,6 +48,8 @@ def refuse_weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     Raises:
         UnsupportedError: it does on this device.
     """
+    if torch.compiler.is_compiling():
+        return  # compiled code has the product in an operator, which asks again
     if not _places_agree(tuple(shape), _dtype_of_product(dtype, device), device):
         raise UnsupportedError(
             "batch_invariant: expected products whose bits do not depend on the place of a row, got a weight of "

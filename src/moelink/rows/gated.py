@@ -61,7 +61,7 @@ def known_activation(activation: Callable[[Tensor], Tensor] | Clamp) -> GatedAct
     modules ``torch.nn.SiLU`` and ``GELU``, but no class derived from them, and :class:`moelink.activation.Clamp`.
 
     >>> known_activation(torch.nn.GELU("tanh"))
-    GatedActivation(kind='gelu_tanh', alpha=1.0, limit=1.0)
+    GatedActivation(kind='gelu_tanh', alpha=1.0, limit=1.0, batch_invariant=False)
     >>> known_activation(torch.relu) is None
     True
     """
