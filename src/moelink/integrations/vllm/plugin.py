@@ -1,6 +1,6 @@
 """The plugin that vLLM loads in each of its processes (entry point ``vllm.general_plugins``).
 
-vLLM 0.33 has no registry of all-to-all backends, and ``--all2all-backend`` takes a closed list of names. Every layer of
+vLLM has no registry of all-to-all backends, and ``--all2all-backend`` takes a closed list of names. Every layer of
 experts, in any quantisation, ends in the constructor of ``FusedMoEKernel``, which joins communication and computation.
 :func:`register` wraps that constructor: one name, which all modules look up on the class. With a registry in vLLM
 (vllm#50556) it will register :func:`moelink.integrations.vllm.prepare_finalize.make` instead.
@@ -22,7 +22,7 @@ _KERNEL = ("vllm.model_executor.layers.fused_moe.modular_kernel", "FusedMoEKerne
 _MANAGER = ("vllm.distributed.device_communicators.all2all", "AgRsAll2AllManager")
 _GATHERS = ("dispatch", "dispatch_router_logits")
 _MARK = "moelink_settings"
-_log = logging.getLogger("moelink")
+_log = logging.getLogger("vllm.moelink")  # vLLM configures "vllm" alone
 
 
 def register(environ: Mapping[str, str] = os.environ) -> bool:

@@ -36,6 +36,8 @@ from moelink.integrations.vllm.settings import (  # noqa: E402
     refuse,
     rows_by_expert,
     rows_of,
+    takes_local_ids,
+    without_gaps,
 )
 
 
@@ -68,7 +70,8 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
     """Sends tokens to the ranks of their experts, one row for each token and rank, and brings the sums home.
 
     Experts get rows in the standard format with global expert ids, -1 for experts of other ranks and on rows past the
-    end. They weigh and sum; combine adds the ranks. Nothing synchronises the host, so CUDA graphs may capture a step.
+    end. Experts that ignore vLLM's ``expert_map`` get local ids, without -1 (:func:`without_gaps`). They weigh and sum;
+    combine adds the ranks. Nothing synchronises the host, so CUDA graphs may capture a step.
     Prefill and decode share one communicator: each call has room for the tokens that the data-parallel ranks have.
     """
 
@@ -78,6 +81,7 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         self.group, self.settings, self.microbatches = group, settings, microbatches
         self.ep: moelink.Communicator | None = None
         self.rows = Rows("bf16", "nobody")
+        self.local_ids = False
         self.shards = 1
         self.knows_tokens = True
         self._received: list[moelink.DispatchOutput | None] = [None] * microbatches
@@ -90,19 +94,22 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
             ConfigError, ConfigMismatchError, PeerTimeoutError: as :func:`moelink.init`.
         """
         config, quant = fused_experts.moe_config, fused_experts.quant_config
-        hidden = fused_experts.output_hidden_dim(config.hidden_dim)
+        resized = getattr(fused_experts, "output_hidden_dim", None)  # 0.32 has no experts that change the size
+        hidden = config.hidden_dim if resized is None else resized(config.hidden_dim)
         if hidden != config.hidden_dim:
             raise UnsupportedError(
                 f"hidden_dim: expected experts whose output has the size of their input, {config.hidden_dim}, got "
                 f"{hidden}; unset MOELINK_VLLM for this model"
             )
         self.rows = rows_of(config.in_dtype, _wanted(fused_experts))
+        self.local_ids = takes_local_ids(type(fused_experts))
         arguments = init_arguments(
             self.rows,
             settings=self.settings,
             config=config,
             device=device_of(torch.device(config.device).type),
             microbatches=self.microbatches,
+            global_ids=not self.local_ids,
         )
         options = {"quantisation of rows": self.rows.quantized_by, "experts": type(fused_experts).__name__}
         self.ep = COMMUNICATORS.get(self.group, arguments, options)
@@ -210,9 +217,11 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
         self._received[number] = recv
         tokens, scales, ids, weights = recv.tokens, recv.scales, recv.topk_ids, recv.topk_weights
         if self._communicator().config.batch_invariant:
-            scales, ids, weights = rows_by_expert(recv, self._communicator().config)
+            scales, ids, weights = rows_by_expert(recv, self._communicator().config, local_ids=self.local_ids)
         if self.rows.quantized_by == "arrival":
             tokens, scales = _quantize(tokens, quant_config, swizzled=quant_config.is_scale_swizzled)
+        if self.local_ids:
+            ids = without_gaps(ids)
         return tokens, scales, None, ids, weights
 
     def finalize_async(
@@ -301,7 +310,7 @@ def _wanted(fused_experts: Any) -> Quantization:
         static=_scale_of(quant) is not None,
         deferred=fused_experts.expects_unquantized_inputs,
         e8m0=is_deep_gemm_e8m0_used(),
-        transposed=quant.is_scale_transposed,
+        transposed=getattr(quant, "is_scale_transposed", False),  # 0.32's experts transpose scales themselves
     )
 
 

@@ -27,6 +27,9 @@ BACKEND = "allgather_reducescatter"
 PLAIN = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """By dtype of the activations, the format that carries them exactly."""
 
+LOCAL_IDS = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
+"""The module of vLLM's experts for CPUs. They ignore ``expert_map``, and their kernels index weights by any id."""
+
 
 @dataclass(frozen=True)
 class Parallelism:
@@ -152,8 +155,27 @@ def rows_of(activations: torch.dtype, wanted: Quantization) -> Rows:
     )
 
 
+def takes_local_ids(experts: type) -> bool:
+    """Return whether a class of experts takes the ids of this rank's experts, counted from 0, and no -1.
+
+    vLLM's classes do not declare it: :data:`LOCAL_IDS` names the module of those that do.
+    """
+    return any(base.__module__ == LOCAL_IDS for base in experts.__mro__)
+
+
+def without_gaps(ids: Tensor) -> Tensor:
+    """Return ``ids``, [rows, topk], with an expert that the row goes to anyway in place of -1; 0 on rows without one.
+
+    The router weight is 0 there, so that sums are the same.
+
+    >>> without_gaps(torch.tensor([[-1, 2], [1, 0], [-1, -1]])).tolist()
+    [[2, 2], [1, 0], [0, 0]]
+    """
+    return torch.where(ids < 0, ids.amax(1, keepdim=True).clamp(min=0), ids)
+
+
 def init_arguments(
-    rows: Rows, *, settings: Settings, config: Any, device: torch.device, microbatches: int
+    rows: Rows, *, settings: Settings, config: Any, device: torch.device, microbatches: int, global_ids: bool = True
 ) -> dict[str, Any]:
     """Return arguments of :func:`moelink.init`, without the group.
 
@@ -165,6 +187,7 @@ def init_arguments(
         device: this rank's.
         microbatches: that may be in flight at a time; each has a lane. On a CUDA device they share its SMs evenly,
             unless ``settings`` has a number for each lane.
+        global_ids: ids count over all ranks, not from this rank's first expert.
     """
     chosen = settings.arguments()
     if microbatches > 1 and device.type == "cuda" and settings.num_sms is None:
@@ -176,20 +199,22 @@ def init_arguments(
         "max_tokens_per_rank": config.max_num_tokens,
         "dispatch_format": rows.format,
         "combine_dtype": config.in_dtype,
-        **({} if settings.batch_invariant else {"layout": "rank", "global_ids": True}),
+        **({} if settings.batch_invariant else {"layout": "rank", "global_ids": global_ids}),
         "device": device,
         "lanes": microbatches,
         **chosen,
     }
 
 
-def rows_by_expert(recv: DispatchOutput, config: EPConfig) -> tuple[Tensor | None, Tensor, Tensor]:
+def rows_by_expert(
+    recv: DispatchOutput, config: EPConfig, *, local_ids: bool = False
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return scales [rows, scales per row], ids [rows, 1] and weights [rows, 1] of a row for each token and expert.
 
-    The ids are global, -1 past the end. The weights are 1, as the home rank multiplies by the router's.
+    The ids are global unless ``local_ids``, and -1 past the end. The weights are 1, as the home rank multiplies by the router's.
     """
     group = group_of_rows(recv.row_offsets, recv.tokens.shape[0])[:, None]
-    first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
+    first = 0 if local_ids else ExpertMap(config.num_experts, config.world_size).first(config.rank)
     scales, layout = recv.scales, config.format.scale_layout
     if scales is not None and isinstance(layout, Transposed):
         scales = scales.t().contiguous()
