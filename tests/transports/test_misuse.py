@@ -197,6 +197,26 @@ def test_inference_mode_may_come_and_go(transport):
             assert_bitwise_equal(call(ep), inside)
 
 
+def sums_in_turn(rank, world_size, transport):
+    """The sums of calls in inference mode and out of it, into tensors that were made in the same mode."""
+    d, sums = data(rank), []
+    with moelink.init(**SIZES, transport=transport, timeout=60) as ep:
+        for inside in (True, False, True):
+            with torch.inference_mode(inside):
+                recv = ep.dispatch(d.x, d.topk_ids, d.topk_weights)
+                out = torch.empty_like(d.x)
+                assert ep.combine(recv.tokens, recv, out=out).is_inference() == inside
+                sums.append(out.float().tolist())
+    return sums
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sums_are_written_to_tensors_of_inference_mode(transport):
+    """Collective calls of a group run on a thread of their own, which has a mode of its own."""
+    for first, *others in run_ranks(sums_in_turn, 2, transport, timeout=120):
+        assert others == [first, first]
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ready_epilogues_are_refused_where_their_tensors_do_not_fit(transport):
     d = data(0)

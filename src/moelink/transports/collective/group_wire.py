@@ -190,7 +190,13 @@ class GroupWire:
             started, finished = torch.cuda.Event(), torch.cuda.Event()
             started.record(torch.cuda.current_stream(self._device))
         deadline = time.monotonic() + self._timeout
-        handed = self._thread.submit(lambda: self._run(call, phase, steps, deadline, started, finished))
+        inference = torch.is_inference_mode_enabled()
+
+        def run() -> list[R]:
+            with torch.inference_mode(inference):  # that of the caller, whose tensors may allow writes in it alone
+                return self._run(call, phase, steps, deadline, started, finished)
+
+        handed = self._thread.submit(run)
         return GroupPending(handed, finished, self._device)
 
     def _run(
