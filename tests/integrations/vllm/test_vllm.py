@@ -77,7 +77,7 @@ def test_the_plugin_does_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch) -
 def test_a_release_outside_the_range_is_refused_before_anything_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(sys.modules)
     monkeypatch.setattr(versions, "version", lambda package: "0.34.1")
-    with pytest.raises(UnsupportedError, match=r"vllm: expected a release from 0.33.0 to before 0.34, got 0.34.1"):
+    with pytest.raises(UnsupportedError, match=r"vllm: expected a release from 0.32.0 to before 0.34, got 0.34.1"):
         plugin.register({"MOELINK_VLLM": "1"})
     assert not {name for name in set(sys.modules) - before if name.partition(".")[0] == "vllm"}
 

@@ -220,7 +220,7 @@ class MoelinkPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: 
             scales, ids, weights = rows_by_expert(recv, self._communicator().config, local_ids=self.local_ids)
         if self.rows.quantized_by == "arrival":
             tokens, scales = _quantize(tokens, quant_config, swizzled=quant_config.is_scale_swizzled)
-        if self.local_ids:
+        if self.local_ids and ids is not None:
             ids = without_gaps(ids)
         return tokens, scales, None, ids, weights
 
