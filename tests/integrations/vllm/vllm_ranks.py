@@ -6,12 +6,15 @@ the kernel, the factory, the plugin, the process groups and the forward context,
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
+
+from moelink.integrations.vllm.settings import LOCAL_IDS
 
 EXPERTS, TOPK, HIDDEN, WIDTH, TOKENS = 8, 2, 128, 48, 24
 DTYPES = {"bf16": torch.bfloat16, "fp8_block128": torch.bfloat16, "fp8_token": torch.bfloat16, "fp32": torch.float32}
@@ -27,6 +30,7 @@ class Case:
         topk: experts for each token.
         on_input: router weights are applied to the input.
         backend: ``--all2all-backend``.
+        local_ids: experts take ids of this rank's experts alone, as vLLM's for CPUs do.
     """
 
     rows: str = "bf16"
@@ -34,6 +38,7 @@ class Case:
     topk: int = TOPK
     on_input: bool = False
     backend: str = "allgather_reducescatter"
+    local_ids: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,10 +159,16 @@ def experts_of(case: Case, rank: int, world_size: int) -> Any:
                 weigh = True
             else:
                 weigh = False
-            ids = torch.where(named["expert_map"][topk_ids.clamp(min=0).long()] >= 0, topk_ids, -1)
-            first = int((named["expert_map"] == 0).nonzero())
+            if case.local_ids:
+                assert ((topk_ids >= 0) & (topk_ids < len(w1))).all(), "an index of a kernel without checks"
+                ids, first = topk_ids, 0
+            else:
+                ids = torch.where(named["expert_map"][topk_ids.clamp(min=0).long()] >= 0, topk_ids, -1)
+                first = int((named["expert_map"] == 0).nonzero())
             output.copy_(compute(hidden_states, w1, w2, topk_weights, ids, first, weigh=weigh))
 
+    if case.local_ids:
+        TorchExperts.__module__ = LOCAL_IDS
     parallel = FusedMoEParallelConfig(
         tp_size=1, tp_rank=0, pcp_size=1, pcp_rank=0, dp_size=world_size, dp_rank=rank, ep_size=world_size,
         ep_rank=rank, sp_size=1, use_ep=world_size > 1, all2all_backend=case.backend, enable_eplb=False,
@@ -214,8 +225,8 @@ def run(kernel: Any, case: Case, rank: int, world_size: int, sizes: list[int]) -
 
 
 def theirs_of(case: Case, rank: int, world_size: int, sizes: list[int]) -> Tensor | None:
-    """The layer through vLLM's dispatcher; None where that one needs a GPU, to quantise or to weigh."""
-    if case.rows not in ("bf16", "fp32") or case.on_input:
+    """The layer through vLLM's dispatcher; None where that one needs a GPU, to quantise or to weigh, or global ids."""
+    if case.rows not in ("bf16", "fp32") or case.on_input or case.local_ids:
         return None
     kernel = kernel_of(case, rank, world_size)
     assert type(kernel.prepare_finalize).__name__ == "MoEPrepareAndFinalizeNaiveDPEPModular"
@@ -328,11 +339,12 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Everything:
-    """One rank's answers to all cases, and what it said of what it refused."""
+    """One rank's answers to all cases, what it said of what it refused, and what vLLM's log shows of the plugin."""
 
     answers: list[Answer]
     overlapped: list[tuple[Tensor, Tensor]]
     refused: dict[str, str]
+    said: list[str]
 
 
 def everything(rank: int, world_size: int, cases: list[Case], sizes: list[int]) -> Everything:
@@ -341,6 +353,10 @@ def everything(rank: int, world_size: int, cases: list[Case], sizes: list[int]) 
 
     from moelink.integrations.vllm import close, register
 
+    shown: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: shown.append(record.getMessage())
+    logging.getLogger("vllm").addHandler(listener)
     with set_current_vllm_config(start(rank, world_size)):
         theirs = [theirs_of(case, rank, world_size, sizes) for case in cases]
         assert not register({}), "nobody asked"
@@ -352,4 +368,4 @@ def everything(rank: int, world_size: int, cases: list[Case], sizes: list[int]) 
         refused = refusals(rank, world_size)
         close()
     torch.distributed.destroy_process_group()
-    return Everything(answers, both, refused)
+    return Everything(answers, both, refused, [line for line in shown if "moelink" in line])
