@@ -190,7 +190,7 @@ def measure(work: Work, folder: Path, tell: Callable[[str], None] = print) -> di
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the script's options."""
     add_numbers(parser, {"requests": len(TEXTS), "new-tokens": 24, "rounds": 3})
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for an engine to start; default 300")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for an engine to start; default 600")
     parser.add_argument("--keep", type=Path, help="folder to keep the model and the logs in; default: none are kept")
 
 
