@@ -13,6 +13,7 @@ moelink_bench.NAME``:
 * ``experts``: grouped products of experts in bf16 and in fp8, and launch settings of the fp8 kernel
 * ``launchers``: the launchers of ``moelink.contract`` against a communicator
 * ``frameworks``: dispatchers of frameworks against moelink's
+* ``generate``: prefill and decode of a transformers model, with its own expert parallelism and with moelink
 * ``serve``: a tiny model served by vLLM on two CPU ranks over moelink, against one process
 * ``quotients``: corrections that a quotient of a bf16 element by an fp32 scale needs
 * ``render``: the tables of README.md and docs that show results

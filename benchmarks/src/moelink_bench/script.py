@@ -22,6 +22,7 @@ SCRIPTS: Mapping[str, str] = MappingProxyType({
     "collective": "Compare the collective transport with a sort and all_to_all_single, on CPU ranks.",
     "experts": "Time the grouped products of experts, or launch settings of their fp8 kernel.",
     "frameworks": "Compare a framework's own dispatcher with moelink in the same layer; by torchrun.",
+    "generate": "Time a transformers model with its own expert parallelism and with moelink; by torchrun.",
     "host": "Measure host time of calls, or what the operator layer adds to it.",
     "launchers": "Compare the launchers of moelink.contract with a communicator.",
     "ncu": "Record hardware counters or stall reasons of each role by Nsight Compute.",
