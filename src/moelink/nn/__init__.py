@@ -3,18 +3,20 @@
 ===================  ==================================================================================================
 ``moe``              the layer, and its load as JSON
 ``router``           the experts of each token, and their weights
+``aux_loss``         auxiliary losses of routers
 ``placed_experts``   the experts of a rank, in the layer's dtype and in fp8
 ``experts``          grouped matrix products over received rows; the dense block, for shared experts
 ``block_quantized``  weights in fp8 and their product; ``expert_backends`` chooses a product
 ``load``             tokens per expert and rank
 ``placement``        experts on ranks, by load; ``balance`` moves them
 ``owned``            the parts of a model that one rank alone has, for DistributedDataParallel and others
-``parallel``         gradients and state_dicts of models
+``parallel``         gradients, router biases and state_dicts of models
 ``checkpoint``       models and optimizers for torch.distributed.checkpoint
 ``parameters``       first weights, the same on any number of ranks; buffers that casts leave alone
 ===================  ==================================================================================================
 """
 
+from moelink.nn.aux_loss import AuxLossConfig, AuxLosses, add_aux_losses
 from moelink.nn.balance import Balancer, LayerBalance
 from moelink.nn.block_quantized import BlockQuantized, dequantize_weight, grouped_fp8, quantize_weight
 from moelink.nn.checkpoint import TrainingState
@@ -22,13 +24,21 @@ from moelink.nn.experts import GatedMLP, grouped_experts
 from moelink.nn.load import LoadMeter, LoadStats
 from moelink.nn.moe import MoE, load_report, save_load
 from moelink.nn.owned import fully_shard, mark_experts
-from moelink.nn.parallel import all_reduce_gradients, clip_grad_norm_, local_state_dict, merge_state_dicts
+from moelink.nn.parallel import (
+    all_reduce_gradients,
+    clip_grad_norm_,
+    local_state_dict,
+    merge_state_dicts,
+    update_router_bias,
+)
 from moelink.nn.placed_experts import Experts, QuantizedExperts
 from moelink.nn.placement import Placement, place_experts
 from moelink.nn.router import Router, RouterConfig, Routing, route
 from moelink.rows.dequantize import dequantized
 
 __all__ = [
+    "AuxLossConfig",
+    "AuxLosses",
     "Balancer",
     "BlockQuantized",
     "Experts",
@@ -43,6 +53,7 @@ __all__ = [
     "RouterConfig",
     "Routing",
     "TrainingState",
+    "add_aux_losses",
     "all_reduce_gradients",
     "clip_grad_norm_",
     "dequantize_weight",
@@ -58,4 +69,5 @@ __all__ = [
     "quantize_weight",
     "route",
     "save_load",
+    "update_router_bias",
 ]

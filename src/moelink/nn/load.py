@@ -63,6 +63,26 @@ class LoadStats:
         return max(load) * len(load) / sum(load) if sum(load) else 1.0
 
 
+@torch.library.custom_op("moelink::count_experts", mutates_args=("total", "recent"))
+def _count(total: Tensor, recent: Tensor, step: Tensor, topk_ids: Tensor) -> None:
+    """Count ids in ``total`` [num_experts] and in the row of ``recent`` [steps, num_experts] of ``step``.
+
+    An operator, because compiled code must also ask at run time whether a backward calls it.
+    """
+    if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint asks
+        return
+    ids = topk_ids.reshape(-1).long()
+    routed = (ids >= 0).long()
+    ids = ids.clamp(min=0)
+    steps, experts = recent.shape
+    total.scatter_add_(0, ids, routed)
+    recent.view(-1).scatter_add_(0, ids + step % steps * experts, routed)
+
+
+@_count.register_fake
+def _(total: Tensor, recent: Tensor, step: Tensor, topk_ids: Tensor) -> None: ...
+
+
 class LoadMeter(KeepsBuffers):
     """Counts the experts that tokens are sent to, on the device.
 
@@ -104,13 +124,9 @@ class LoadMeter(KeepsBuffers):
 
     @torch.no_grad()
     def record(self, topk_ids: Tensor) -> None:
-        """Count ``topk_ids`` of any shape; -1 counts for nothing."""
-        ids = topk_ids.reshape(-1).long()
-        routed = (ids >= 0).long()
-        ids = ids.clamp(min=0)
-        steps, experts = self.recent.shape
-        self.total.scatter_add_(0, ids, routed)
-        self.recent.view(-1).scatter_add_(0, ids + self.step % steps * experts, routed)
+        """Count ``topk_ids`` of any shape; -1 counts for nothing, and neither does a call from within a backward, which
+        is the recomputation of activation checkpointing."""
+        _count(self.total, self.recent, self.step, topk_ids)
 
     @torch.no_grad()
     def next_step(self) -> None:

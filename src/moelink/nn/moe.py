@@ -21,6 +21,7 @@ from moelink.communicator import Communicator
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, ConfigError, StateError, UnsupportedError
 from moelink.initialize import init
+from moelink.nn.aux_loss import AuxLossConfig, AuxLosses
 from moelink.nn.expert_backends import ExpertsBackend, choose_backend
 from moelink.nn.experts import Activation, known_max_tokens, refuse_experts
 from moelink.nn.load import KIND, SCHEMA_VERSION, LoadMeter, LoadStats
@@ -45,6 +46,8 @@ class MoE(torch.nn.Module):
             ``intermediate_size``, in the same matrix products as the routed ones.
         intermediate_size: of each expert.
         router: the kind of router.
+        aux_loss: auxiliary losses of the router in training mode, which :func:`moelink.nn.add_aux_losses` adds to the
+            loss; None for none.
         activation: of the gate of experts.
         shared_expert: any module from [num_tokens, hidden_size] to the same, for example
             :class:`moelink.nn.GatedMLP`, whose output is added. It runs while dispatch is under way.
@@ -66,6 +69,9 @@ class MoE(torch.nn.Module):
     Attributes:
         router, experts, shared_expert: the parts.
         load: counts tokens by the communicator's experts, or None.
+        router_load: counts tokens by the router's experts in training mode, for
+            :func:`moelink.nn.update_router_bias`; None if the router has no correction bias.
+        aux_losses: an :class:`moelink.nn.AuxLosses`, or None.
         placement: turns the router's ids into the communicator's, or None.
         ep: the communicator.
 
@@ -94,6 +100,7 @@ class MoE(torch.nn.Module):
         *,
         intermediate_size: int,
         router: RouterConfig | None = None,
+        aux_loss: AuxLossConfig | None = None,
         activation: Activation = torch.nn.functional.silu,
         shared_expert: torch.nn.Module | None = None,
         seed: int = 0,
@@ -137,9 +144,15 @@ class MoE(torch.nn.Module):
             self.quantize_experts(experts_backend)
             self.shared_expert = shared_expert
             self.host_counts = host_counts
+            where: dict[str, Any] = {"rank": config.rank, "world_size": config.world_size, "device": self.ep.device}
             self.load = None if load_steps == 0 else LoadMeter(
-                config.num_experts, rank=config.rank, world_size=config.world_size,
-                replicated=replicated, steps=load_steps, device=self.ep.device,
+                config.num_experts, replicated=replicated, steps=load_steps, **where
+            )  # fmt: skip
+            self.router_load = None if self.router.correction_bias is None else LoadMeter(
+                len(self.router.weight), replicated=replicated, **where
+            )  # fmt: skip
+            self.aux_losses = None if aux_loss is None else AuxLosses(
+                aux_loss, self.router.config, timeout=config.timeout, **where
             )  # fmt: skip
         except (ConfigError, UnsupportedError):
             self.close()
@@ -223,6 +236,7 @@ class MoE(torch.nn.Module):
         x: Tensor,
         *,
         num_tokens: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         input_scale: Tensor | None = None,
         max_tokens: int | None = None,
     ) -> Tensor:
@@ -233,6 +247,8 @@ class MoE(torch.nn.Module):
             x: [..., hidden_size], of the dtypes that dispatch takes.
             num_tokens: [] integer on the device: the first rows of ``x`` that are tokens. The others may hold anything;
                 they are not sent, not counted, and come out as zeros. For CUDA graphs, whose shapes are fixed.
+            padding_mask: [...] bool on the device, the leading dimensions of ``x``: True for padding, which is treated
+                as rows past ``num_tokens`` are. It counts in no auxiliary loss, and its gradient is zero.
             input_scale: the global scale of format nvfp4.
             max_tokens: a bound on the tokens that any rank passes in this call, which sizes all rows between dispatch
                 and combine (see :meth:`moelink.Communicator.dispatch`). Default: the tokens of ``x`` if only own tokens
@@ -251,18 +267,22 @@ class MoE(torch.nn.Module):
                 x, self, name="placement", why="replicas of an expert would learn apart", instead="each expert once"
             )
         tokens = x.reshape(-1, config.hidden_size).contiguous()
-        present = None
-        if num_tokens is not None:
-            present = torch.arange(tokens.shape[0], device=tokens.device) < num_tokens
+        present = _present(x, num_tokens, padding_mask)
+        if present is not None:
             # Zeros, not only ids of -1: the shared expert sees these rows too, and 0 * NaN would reach its gradients.
             tokens = tokens.where(present[:, None], 0)
         routing = self.router(tokens)
         ids = routing.topk_ids if present is None else routing.topk_ids.where(present[:, None], -1)
+        if self.router_load is not None and self.training:
+            self.router_load.record(ids)
         if self.placement is not None:
             ids = self.placement(ids)
         if self.load is not None:
             self.load.record(ids)
         weights = routing.topk_weights.to(config.weight_dtype)
+        if self.aux_losses is not None:
+            length = max(1, x.shape[-2]) if x.dim() > 1 else 1
+            weights = self.aux_losses(weights, routing, present, length, self._wrapping.mean_over())
         bound = known_max_tokens(config, tokens.shape[0]) if max_tokens is None else max_tokens
         options: dict[str, Any] = {
             "input_scale": input_scale, "host_counts": self.host_counts, "max_tokens": bound,
@@ -273,6 +293,8 @@ class MoE(torch.nn.Module):
         else:
             pending = self.ep.dispatch_async(tokens, ids, weights, **options)
             shared = self.shared_expert(tokens)
+            if present is not None:
+                shared = shared.where(present[:, None], 0)  # not zero already if the module has a bias
             recv = pending.wait()
         if isinstance(self.experts, QuantizedExperts):
             y = self.experts(recv.tokens, recv.scales, recv.row_offsets)
@@ -312,6 +334,21 @@ class MoE(torch.nn.Module):
         """Close the communicator if the layer made it."""
         if self._owned:
             self.ep.close()
+
+
+def _present(x: Tensor, num_tokens: Tensor | None, padding_mask: Tensor | None) -> Tensor | None:
+    """Which rows of ``x`` are tokens, [T] bool; None for all."""
+    present = None
+    if padding_mask is not None:
+        shape = list(x.shape[:-1])
+        if padding_mask.dtype != torch.bool or list(padding_mask.shape) != shape:
+            expected = f"torch.bool of shape {shape}, True for padding (attention_mask == 0)"
+            raise ArgumentError("padding_mask", expected, f"{padding_mask.dtype} of shape {list(padding_mask.shape)}")
+        present = ~padding_mask.reshape(-1)
+    if num_tokens is not None:
+        first = torch.arange(x.shape[:-1].numel(), device=x.device) < num_tokens
+        present = first if present is None else first & present
+    return present
 
 
 def load_report(model: torch.nn.Module) -> dict[str, Any]:

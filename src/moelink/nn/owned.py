@@ -250,6 +250,12 @@ class Wrapping:
         return self._ranks if self._ddp is not None and self._ddp() is not None else 1
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def mean_over(self) -> int:
+        """Return the number of ranks over which gradients of replicated parameters are a mean; 1 if they are sums."""
+        ddp = None if self._ddp is None else self._ddp()
+        return 1 if ddp is None else ddp.process_group.size()
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def look(self, mode: str, world_size: int, complete: bool = False) -> int:
         """Find the calling DistributedDataParallel, and check it; return :meth:`ranks`. In compiled code this happens
         at tracing, where torch 2.11 allows no objects as arguments.

@@ -73,6 +73,38 @@ def all_reduce_gradients(
         sum_over_ranks(own, _peers(model, replicas, "the sum of gradients of experts"))
 
 
+@torch.no_grad()
+def update_router_bias(model: torch.nn.Module, rate: float, *, group: dist.ProcessGroup | None = None) -> None:
+    """Balance the load of experts by the correction biases of the routers of ``model``. Collective.
+
+    Of each layer, ``rate * sign(mean load - load)`` is added to the bias of an expert (DeepSeek-V3's balancing without
+    an auxiliary loss, arXiv 2408.15664). The load are the tokens of all ranks of ``group`` that chose the expert in
+    training mode since the last call: of several forwards if gradients are accumulated, without padding, and once if
+    they are recomputed. Call it after each step of the optimizer.
+
+    Args:
+        model: with layers whose router has a correction bias.
+        rate: 0.001 in DeepSeek-V3.
+        group: the ranks of the batch; default: all.
+
+    Raises:
+        ArgumentError: there is no such layer, or ``rate`` is not a positive number.
+        PeerTimeoutError: as :func:`all_reduce_gradients`.
+    """
+    if not (math.isfinite(rate) and rate > 0):
+        raise ArgumentError("rate", "a positive number", rate)
+    layers = [module for module in model.modules() if isinstance(module, MoE) and module.router_load is not None]
+    if not layers:
+        raise ArgumentError("model", "layers with RouterConfig(correction_bias=True)", f"{type(model).__name__}")
+    loads = [layer.router_load.total for layer in layers if layer.router_load is not None]
+    if dist.is_initialized():
+        sum_over_ranks(loads, _peers(model, group, "the sum of loads"))
+    for layer, load in zip(layers, loads, strict=True):
+        assert layer.router.correction_bias is not None
+        layer.router.correction_bias += rate * (load.sum() - len(load) * load).sign()
+        load.zero_()
+
+
 def clip_grad_norm_(
     model: torch.nn.Module,
     max_norm: float,
