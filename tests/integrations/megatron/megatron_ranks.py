@@ -13,9 +13,11 @@ from tests.integrations.megatron import megatron_cpu  # noqa: F401 - for its eff
 # isort: split
 
 from megatron.core import parallel_state
+from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -26,6 +28,9 @@ from moelink.integrations.megatron.spec import with_moelink
 
 EXPERTS, HIDDEN, SEQUENCE, BATCH = 8, 64, 6, 4
 TOKENS = SEQUENCE * BATCH
+BIASED = {
+    "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 0.125,
+}  # fmt: skip
 LATER = ("moe_router_padding_for_quantization", "moe_permute_fusion")
 """Options that Megatron accepts with an fp8 recipe or TransformerEngine only, which CPUs have not."""
 
@@ -84,12 +89,12 @@ def built(spec: ModuleSpec, options: TransformerConfig, dtype: torch.dtype) -> M
     return layer.to(dtype)
 
 
-def one_step(layer: MoELayer, rank: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def one_step(layer: MoELayer, rank: int, dtype: torch.dtype, **given: torch.Tensor) -> dict[str, torch.Tensor]:
     """Forward and backward of a layer: everything that came of it, by name."""
     generator = torch.Generator().manual_seed(10 + rank)
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).to(dtype).requires_grad_()
     heard = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).to(dtype)
-    out, bias = layer(x)
+    out, bias = layer(x, **given)
     assert bias is None
     (out * heard).sum().backward()
     parts = {"out": out.detach(), "x.grad": x.grad, "router.grad": layer.router.weight.grad}
@@ -124,6 +129,56 @@ def one_case(rank: int, world_size: int, theirs: str, dtype: torch.dtype, option
     used = type(reference.token_dispatcher).__name__, type(ours.token_dispatcher).__name__
     repeated = one_step(reference, rank, dtype), one_step(ours, rank, dtype)  # gradients add up
     return *results, *repeated, names, used
+
+
+def balanced(rank: int, world_size: int, cases: list) -> list:
+    """For each case (options of Megatron's router, whether tokens are padding): what came of two micro-batches and an
+    update of biases with Megatron's dispatcher, with moelink's, and with moelink's without the options; by name."""
+    torch._dynamo.config.disable = True  # Megatron compiles the count of tokens, for GPUs
+    begin(world_size)
+    found = []
+    for options, padded in cases:
+        used = config(world_size, moe_token_dispatcher_type="alltoall", **options)
+        unused = config(world_size, moe_router_score_function=used.moe_router_score_function)
+        specs = (
+            (moe_spec(), used),
+            (with_moelink(moe_spec(), settings()), used),
+            (with_moelink(moe_spec(), settings()), unused),
+        )
+        layers = [(built(spec, made, torch.float32), made) for spec, made in specs]
+        for layer, _ in layers[1:]:
+            layer.load_state_dict(layers[0][0].state_dict(), strict=False)
+        found.append([balanced_step(layer, made, rank, padded) for layer, made in layers])
+    end()
+    return found
+
+
+def balanced_step(layer: MoELayer, made: TransformerConfig, rank: int, padded: bool) -> dict[str, torch.Tensor]:
+    clear_aux_losses_tracker()
+    parts: dict[str, torch.Tensor] = {}
+    mask = torch.zeros(BATCH, SEQUENCE, dtype=torch.bool)
+    mask[rank, 2:] = padded
+    for number in range(2):
+        parts |= one_step(layer, 10 * number + rank, torch.float32, **({"padding_mask": mask} if padded else {}))
+    parts |= {name: entry["values"].clone() for name, entry in get_moe_layer_wise_logging_tracker().items()}
+    if layer.router.expert_bias is not None:
+        parts["counted"] = layer.router.local_tokens_per_expert.clone()
+        _update_router_expert_bias([layer], made)
+        parts["expert_bias"] = layer.router.expert_bias
+    return parts
+
+
+def bias_of_padded_tokens(rank: int, world_size: int) -> str:
+    begin(world_size)
+    options = config(world_size, **BIASED)
+    layer = built(with_moelink(moe_spec(), settings()), options, torch.float32)
+    mask = torch.zeros(BATCH, SEQUENCE, dtype=torch.bool)
+    x = torch.zeros(SEQUENCE, BATCH, HIDDEN)
+    said = said_by(lambda: layer(x, padding_mask=mask))
+    with torch.no_grad():
+        layer(x, padding_mask=mask)  # counts nothing
+    end()
+    return said
 
 
 def dropless(rank: int, world_size: int) -> bool:

@@ -108,6 +108,37 @@ def test_elsewhere_sums_are_rounded_once_more_or_less(case: tuple) -> None:
             assert scale(made[name].float() - expected[name].float()) <= bound, name
 
 
+BALANCED = [
+    ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}, False),
+    ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.1}, True),
+    (
+        {
+            "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+            "moe_aux_loss_coeff": [0.5, 0.25, 0.125],
+        },
+        True,
+    ),
+    ({"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5, **ranks.BIASED}, False),
+    ({"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.5, **RECOMPUTED}, False),
+]
+
+
+def test_losses_biases_and_masks_of_the_router_give_the_same_bits() -> None:
+    for by_case in run_ranks(ranks.balanced, 2, BALANCED, timeout=500):
+        for (options, _), (theirs, ours, without) in zip(BALANCED, by_case, strict=True):
+            assert theirs.keys() == ours.keys()
+            for name, expected in theirs.items():
+                assert_bitwise_equal(ours[name], expected, f"{name} with {options}")
+            assert scale(ours["router.grad"] - without["router.grad"]) > 1e-3, "the losses have gradients"
+            if "moe_router_enable_expert_bias" in options:
+                assert scale(ours["expert_bias"]) == 0.125
+
+
+def test_padding_and_biases_together_are_refused() -> None:
+    for said in run_ranks(ranks.bias_of_padded_tokens, 2):
+        assert said.startswith("UnsupportedError: padding_mask: expected None with moe_router_enable_expert_bias")
+
+
 def test_every_token_comes_back_as_it_was() -> None:
     assert run_ranks(ranks.dropless, 2) == [True, True]
 

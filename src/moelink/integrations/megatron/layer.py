@@ -8,6 +8,7 @@ from moelink.integrations.versions import require
 
 require("megatron-core")  # before anything of it is subclassed
 
+import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import (
     get_align_size_for_quantization,
@@ -17,7 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 import moelink
-from moelink.errors import MoelinkError, StateError
+from moelink.errors import MoelinkError, StateError, UnsupportedError
 from moelink.integrations.megatron.settings import COMMUNICATORS, Settings, check, ids_and_weights, options_of
 
 
@@ -156,3 +157,18 @@ class MoelinkMoELayer(MoELayer):  # type: ignore[misc]
             raise MoelinkError(f"{type(error).__name__}: {error}") from error
         if self.use_shared_expert and self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Megatron's forward.
+
+        Raises:
+            UnsupportedError: a call that records gradients has a ``padding_mask`` and the router an expert bias.
+                Megatron 0.16 applies the mask to the wrong dimension of its count of tokens.
+        """
+        mask = args[2] if len(args) > 2 else options.get("padding_mask")
+        if mask is not None and self.router.enable_expert_bias and torch.is_grad_enabled():
+            raise UnsupportedError(
+                "padding_mask: expected None with moe_router_enable_expert_bias, as Megatron-core 0.16 counts tokens "
+                f"wrongly with both, got shape {list(mask.shape)}; leave out one of the two"
+            )
+        return super().forward(*args, **options)
