@@ -3,7 +3,7 @@
     python examples/train_bytes.py --ranks 4 --steps 60 --out curves
 
 It learns the bundled text. Each step's batch is cut over the ranks, every rank owns a part of the experts, and the loss
-curve is the one-rank run's.
+curve is the one-rank run's, the auxiliary loss that balances the experts included.
 Written to --out: loss.json, loss.png (both curves), and load-RANK.json of the several ranks, for ``moelink plot``.
 The exit status is 1 if the curves differ.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moelink
-from moelink.nn import MoE, all_reduce_gradients, save_load
+from moelink.nn import AuxLossConfig, MoE, add_aux_losses, all_reduce_gradients, save_load
 from moelink.testing import run_ranks
 from moelink.tools.demo import bundled_text
 
@@ -41,6 +41,7 @@ class Settings:
     experts: int = 8
     topk: int = 2
     learning_rate: float = 5e-3
+    balance: float = 1e-2
     seed: int = 0
 
 
@@ -52,7 +53,8 @@ class Block(nn.Module):
         width = settings.width
         self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.moe = MoE(ep, intermediate_size=2 * width, seed=seed, load_steps=settings.steps)
+        losses = AuxLossConfig(balance=settings.balance, over="all")
+        self.moe = MoE(ep, intermediate_size=2 * width, aux_loss=losses, seed=seed, load_steps=settings.steps)
 
     def forward(self, x: Tensor) -> Tensor:
         sequences, length, width = x.shape
@@ -106,6 +108,7 @@ def train(rank: int, world_size: int, settings: Settings) -> list[float]:
             # Divided by the number of all tokens, so that the ranks' losses, and gradients, add up to the batch's mean.
             total = settings.batch * settings.length
             loss = F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten(), reduction="sum") / total
+            loss = add_aux_losses(loss, model)
             optimizer.zero_grad()
             loss.backward()
             all_reduce_gradients(model)

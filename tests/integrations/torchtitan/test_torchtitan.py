@@ -103,7 +103,7 @@ LOSSES: dict[str, list[float]] = {}
 def losses(name: str, imports: list, **options) -> list[float]:
     if name not in LOSSES:
         said = run_ranks(ranks.trained, 2, imports, *options.values(), timeout=800)
-        (first, replaced, traffic), (second, _, _) = said
+        (first, replaced, traffic, _), (second, *_) = said
         assert first == second
         ours = [line for line in replaced if "moelink" in line and ".layers." in line]
         assert len(ours) == (ranks.LAYERS if imports else 0), replaced
@@ -137,6 +137,21 @@ def test_training_follows_the_loss_curve_of_all_to_all(training: str) -> None:
     for step, (expected, got) in enumerate(zip(theirs, made, strict=False)):
         # bf16 activations: the first losses differ by rounding, later ones by what training made of that.
         assert abs(expected - got) <= 2e-3 * (1 + step), (training, step, theirs, made)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_updates_of_biases_are_those_of_all_to_all(checkpointing: bool) -> None:
+    rate, steps = 2.0**-6, 3
+    options = "standard", "partial_dtensor", checkpointing, None, steps, rate
+    imports = [TRAININGS["standard"][0][0], f"{ranks.OVERRIDES}.selective_checkpointing"][: 1 + checkpointing]
+    theirs, made = (run_ranks(ranks.trained, 2, used, *options, timeout=800) for used in ([], imports))
+    for (expected, *_, biases), (got, _, traffic, ours) in zip(theirs, made, strict=True):
+        assert traffic
+        assert got == expected, "one expert a token: the same bits"
+        assert len(ours) == ranks.LAYERS
+        for bias, our in zip(biases, ours, strict=True):
+            assert_bitwise_equal(our, bias, "expert_bias_E")
+            assert rate / 2 < our.abs().max() <= 2 * steps * rate
 
 
 def test_the_dispatcher_and_other_overrides_are_siblings() -> None:

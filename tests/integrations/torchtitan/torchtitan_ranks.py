@@ -16,6 +16,8 @@ torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan takes CUDA
 from spmd_types.checker import typecheck as spmd_typecheck
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.config import CompileConfig, Configurable, ParallelismConfig, TrainingConfig, derive, override
 from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.distributed import ParallelDims
@@ -135,8 +137,10 @@ def trained(
     checkpointing: bool = False,
     compiler: str | None = None,
     steps: int = 10,
+    balance: float | None = None,
 ):
-    """Losses of ``steps`` steps of qwen3's debugmodel_moe as torchtitan parallelises it, and who dispatched."""
+    """Losses of ``steps`` steps of qwen3's debugmodel_moe as torchtitan parallelises it, who dispatched, and the biases
+    of experts. With ``balance`` these are updated by that much in each step, and a token has one expert."""
     dist.init_process_group("gloo")
     set_spmd_backend(spmd_backend)
     torch.manual_seed(0)
@@ -144,6 +148,9 @@ def trained(
     spec.model.layers = spec.model.layers[:LAYERS]
     for layer in spec.model.layers:
         layer.moe.routed_experts.inner_experts.hidden_dim = INNER
+        if balance is not None:
+            layer.moe.load_balance_coeff = balance
+            layer.moe.router.top_k = layer.moe.routed_experts.token_dispatcher.top_k = 1
     training = TrainingConfig(
         local_batch_size=BATCH, seq_len=SEQ_LEN, mixed_precision_param="bfloat16",
         mixed_precision_reduce="float32",
@@ -176,6 +183,8 @@ def trained(
         model.init_weights(buffer_device=None)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if balance is not None:
+        register_moe_load_balancing_hook(optimizer, [model], dims)
     losses = []
     for _ in range(steps):
         generator = torch.Generator().manual_seed(rank)  # the same text at every step, so that it can be learned
@@ -190,8 +199,10 @@ def trained(
         dist.all_reduce(total)
         losses.append(total.item() / world_size)
     traffic = [ep.traffic() for eps in COMMUNICATORS._open.values() for ep in eps.values()]
+    biases = [layer.moe.expert_bias_E for layer in model.layers.values()]
+    biases = [bias.to_local() if isinstance(bias, DTensor) else bias for bias in biases]
     end()
-    return losses, replaced, traffic
+    return losses, replaced, traffic, biases
 
 
 def quantised_and_padded(rank: int, world_size: int):
