@@ -302,7 +302,8 @@ class MoE(torch.nn.Module):
             rows = dequantized(recv, config, input_scale=input_scale, dtype=self.experts.down_proj.dtype)
             y = self.experts(rows, recv.row_offsets)
         out = self.ep.combine(cast_rows(y, recv.row_offsets, config.combine_dtype), recv, shared=shared)
-        return out.to(x.dtype).view(x.shape)
+        out = out.to(x.dtype)
+        return out if x.dim() == 2 else out.view(x.shape)  # fully_shard of torch warns of views
 
     def reset_parameters(self) -> None:
         """First weights again, of the router and the experts, by their seed.
