@@ -285,7 +285,7 @@ def test_host_time_of_calls_is_measured_with_its_floor(monkeypatch: pytest.Monke
 
 def test_metrics_are_measured_beside_calls_that_no_one_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU that plays a GPU, with few batches."""
-    for name, value in {"BATCHES": 3, "CALLS": 2, "SCRAPED_TURNS": 2}.items():
+    for name, value in {"BATCHES": 3, "CALLS": 2, "TURN": 2}.items():
         monkeypatch.setattr(host, name, value)
     made = host.metrics_fields("cpu")
     assert made["ratio"]["median"] == made["us"]["on"]["median"] / made["us"]["off"]["median"] > 0

@@ -69,7 +69,7 @@ OPERATOR_TOKENS = (1, 16)
 BUDGET = {"operator": 250.0, "operator, gradients": 400.0}
 """Microseconds of host time that a pair through the operators may take more than the direct one."""
 ROUNDS, WARMUP_ROUNDS = 400, 20
-SCRAPE_SECONDS, SCRAPED_TURNS = 0.1, 10
+SCRAPE_SECONDS, TURN = 0.1, 10
 HOST_BENCHMARK, OPERATORS_BENCHMARK, METRICS_BENCHMARK = "host_time", "ops_overhead", "metrics_overhead"
 
 
@@ -178,7 +178,7 @@ def measure_metrics(ep: moelink.Communicator) -> dict[str, Any]:
     thread.start()
     try:
         with torch.no_grad():
-            how = Turns(turns=SCRAPED_TURNS, samples=BATCHES, dropped=1)
+            how = Turns(turns=BATCHES, samples=TURN, dropped=1)
             times = in_turns({"off": pairs, "on": pairs}, ProcessorClock(ep.device), how, switched)
         on.clear()
         took = WallClock().measure(scrape, samples=BATCHES, warmup=2)
@@ -186,12 +186,12 @@ def measure_metrics(ep: moelink.Communicator) -> dict[str, Any]:
         over.set()
         thread.join()
         endpoint.close()
-    us = {name: spread([value / CALLS for value in values]) for name, values in times.items()}
-    means = {name: statistics.fmean(values) / CALLS for name, values in times.items()}
-    ratios = {
-        "median": us["on"]["median"] / us["off"]["median"], "mean": means["on"] / means["off"]
-    }  # fmt: skip
-    return {"us": us, "mean_us": means, "ratio": ratios, "scrape_us": spread(took)}
+    us = {}
+    for name, values in times.items():
+        each = [value / CALLS for value in values]
+        us[name] = {"least": min(each), "mean": statistics.fmean(each), **spread(each)}
+    ratio = {figure: us["on"][figure] / us["off"][figure] for figure in ("least", "median", "mean")}
+    return {"us": us, "ratio": ratio, "scrape_us": spread(took)}
 
 
 def metrics_fields(kind: str) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def metrics_fields(kind: str) -> dict[str, Any]:
         "settings": {
             "batches": BATCHES,
             "calls": CALLS,
-            "turns": SCRAPED_TURNS,
+            "batches_of_a_turn": TURN,
             "seconds_between_scrapes": SCRAPE_SECONDS,
         },
         **result,
