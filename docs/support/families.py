@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main() -> None:
     """Run, and write."""
-    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
-    from transformers_families import families
-    from transformers_families_table import run, write
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+    from tests.integrations.transformers.transformers_families import families
+    from tests.integrations.transformers.transformers_families_table import run, write
 
     with tempfile.TemporaryDirectory() as scratch:
         write(run(families(), Path(scratch)))

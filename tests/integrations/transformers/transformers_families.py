@@ -61,6 +61,8 @@ OWN: dict[str, dict[str, Any]] = {
                                       "partial_rotary_factor": 0.5}},
     "glm5_next": {"index_kpool": 2, "qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]},
     "granitemoehybrid": BOTH | MAMBA,
+    "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    "inkling2_loop": {"unpadded_vocab_size": VOCABULARY},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "kimi_linear": BOTH,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

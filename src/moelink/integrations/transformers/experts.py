@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import moelink
 from moelink.control.exchange import Peers
 from moelink.env import DEBUG
+from moelink.errors import UnsupportedError
 from moelink.integrations.transformers.forms import Form
 from moelink.integrations.transformers.ranks import check_same, shared_by_ranks, total_over_ranks
 from moelink.nn import dequantized
@@ -161,6 +162,20 @@ class ParallelExperts(KnowsRows):
         return self.form.stacked if self.quantized is None else tuple(f"quantized.{n}" for n in self.quantized.stacked)
 
     @property
+    def is_transposed(self) -> bool:
+        """Whether weights are [E, in, out], as PEFT asks before it attaches adapters.
+
+        Raises:
+            UnsupportedError: this rank has a single expert, whose weight PEFT takes for [1, out, in].
+        """
+        if self.form.transposed and self._ep.config.num_local_experts == 1:
+            raise UnsupportedError(
+                "adapters: expected two experts or more on each rank, as PEFT adapts a single one with [in, out] and "
+                "[out, in] confused, got 1; use fewer ranks"
+            )
+        return self.form.transposed
+
+    @property
     def ownership(self) -> Ownership:
         """The experts here, as functions on whole models ask for them (:mod:`moelink.nn.owned`)."""
         config = self._ep.config
@@ -180,9 +195,19 @@ class ParallelExperts(KnowsRows):
                 check_same("topk_ids", top_k_index, self._peers)
         if self.quantized is not None:
             refuse_gradients(hidden_states, self)
+        self._check_adapters()
         return run_experts(
             self._ep, hidden_states, top_k_index, top_k_weights, experts=self._experts, peers=self._peers
         )
+
+    def _check_adapters(self) -> None:
+        """Refuse adapters that another rank could not share, which PEFT makes parametrisations during a forward."""
+        for name, chain in getattr(self, "parametrizations", {}).items():
+            if name.endswith("_bias") and any(type(part).__module__.startswith("peft.") for part in chain):
+                raise UnsupportedError(
+                    f"{name}: expected adapters of the weights of experts, got those of their biases, which mix the "
+                    "experts of all ranks; take it out of target_parameters"
+                )
 
     def _experts(self, recv: DispatchOutput) -> Tensor:
         if self.quantized is not None:

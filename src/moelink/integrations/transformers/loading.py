@@ -361,7 +361,7 @@ def gathered_state_dict(
         owner, _, own = name.rpartition(".")
         module = experts.get(owner)
         if module is not None and own in module.stacked:
-            value = _gather(tensor, module, peers=peers, rank=rank)
+            value = gather_experts(tensor, module, peers=peers, rank=rank)
         else:
             value = tensor
         if state is not None and value is not None:
@@ -369,8 +369,9 @@ def gathered_state_dict(
     return state
 
 
-def _gather(local: Tensor, module: ParallelExperts, *, peers: Peers | None, rank: int) -> Tensor | None:
-    """The ranks' blocks of experts, in order, on the CPU of rank 0. One block at a time is on its device."""
+def gather_experts(local: Tensor, module: Any, *, peers: Peers | None, rank: int) -> Tensor | None:
+    """The ranks' blocks [experts, ...] of ``module``, a ParallelExperts, in order, on the CPU of rank 0; None on the
+    others. One block at a time is on its device. Collective."""
     if peers is None:
         return local
     world_size = peers.own.size()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import moelink
 from moelink.config import Mode, TransportName
 from moelink.control.exchange import BUSY, Peers
 from moelink.errors import ArgumentError, UnsupportedError
+from moelink.integrations.transformers import adapters as lora
 from moelink.integrations.transformers.checkpoint import Checkpoint, LoadReport
 from moelink.integrations.transformers.experts import ParallelExperts, refuse_form
 from moelink.integrations.transformers.forms import Form, Settings, Shape, experts_of, form_of, topk_of
@@ -32,7 +33,7 @@ class ParallelModel:
     """A model and the communicator of its experts. Also a context manager that closes the communicator.
 
     Attributes:
-        model: the model that was passed, changed in place.
+        model: the model that was passed, changed in place; after :meth:`with_adapters` PEFT's model around it.
         ep: the communicator of its layers with experts, which run one after the other.
         group: the process group of the ranks; None for one rank.
         loaded: the tensors that were read of a checkpoint; None without one.
@@ -63,14 +64,20 @@ class ParallelModel:
         return gradient_norm(self._replicated(), self._own(), self.peers)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the whole model, all experts included, as transformers would write it unsharded. Collective.
+        """Write the whole model, all experts included, as transformers would write it unsharded. Collective. After
+        :meth:`with_adapters`: write the adapters, those of all experts included, as PEFT would write them unsharded.
 
         Rank 0 writes, and holds the whole model in host memory meanwhile; the others send it their experts.
         (``model.save_pretrained`` refuses: it would write one rank's experts as if they were all.)
 
         Raises:
-            UnsupportedError: the experts are in fp8.
+            UnsupportedError: the experts are in fp8, or the model has adapters that :meth:`with_adapters` has attached
+                to another ParallelModel.
         """
+        if not isinstance(self.model, PreTrainedModel):
+            lora.save(self.model, folder, self.peers, self.ep.config.rank)
+            return
+        self._refuse_adapters("save_pretrained")
         experts = dict(experts_modules(self.model))
         if any(module.quantized is not None for module in experts.values()):
             raise UnsupportedError(
@@ -88,12 +95,15 @@ class ParallelModel:
         Parameters stay the same objects, so an optimizer keeps them.
 
         Args:
-            folder: a checkpoint of such a model, such as :meth:`save_pretrained` writes.
+            folder: a checkpoint of such a model, or adapters, such as :meth:`save_pretrained` writes.
 
         Raises:
-            UnsupportedError: the experts are in fp8.
+            UnsupportedError: as :meth:`save_pretrained`.
             CheckpointError: a file or tensor is missing; raised on every rank when one meets it.
         """
+        if not isinstance(self.model, PreTrainedModel):
+            return lora.load(self.model, folder, self.peers)
+        self._refuse_adapters("load_pretrained")
         if any(module.quantized is not None for _, module in experts_modules(self.model)):
             raise UnsupportedError(
                 "load_pretrained: expected experts of the model's dtype, got experts in fp8; use from_pretrained"
@@ -106,6 +116,34 @@ class ParallelModel:
         report = _load(model, layers, forms, part, self.ep.device, checkpoint=folder, peers=self.peers, fp8=False)
         self.model.load_state_dict(model.state_dict())
         return report
+
+    def with_adapters(self, adapters: Any, *, trainable: bool = True) -> ParallelModel:
+        """Attach LoRA adapters of PEFT, to experts or others, in place. Collective.
+
+        Each rank has the adapters of its own experts. New adapters of replicated weights are those of rank 0.
+
+        Args:
+            adapters: a ``peft.LoraConfig``, which names experts in ``target_parameters``; or a folder with adapters of
+                the whole model, as PEFT writes them, of which a rank takes its part.
+            trainable: whether adapters of a folder learn.
+
+        Returns:
+            This object with PEFT's model in place of ``model``: train, save and load the adapters with it. After
+            ``merge_and_unload`` of PEFT's model, this object has the merged weights.
+
+        Raises:
+            UnsupportedError: PEFT is not installed.
+            ArgumentError: ``adapters`` is neither of these.
+            CheckpointError: another rank raised, or as PEFT.
+        """
+        return replace(self, model=lora.attach(self.model, adapters, self.peers, trainable=trainable))
+
+    def _refuse_adapters(self, call: str) -> None:
+        if any(hasattr(module, "base_layer") for module in self.model.modules()):
+            raise UnsupportedError(
+                f"{call}: expected a model without adapters, got adapters attached to it; call {call} of the "
+                "ParallelModel that with_adapters returned, or merge them first (merge_and_unload of PEFT's model)"
+            )
 
     def _own(self) -> list[nn.Parameter]:
         return [owned.tensor for owned in owned_tensors(self.model) if isinstance(owned.tensor, nn.Parameter)]
@@ -217,6 +255,7 @@ def parallelize(
             model.set_submodule(each, experts)
     model.to(device=ep.device)  # type: ignore[call-arg]
     mark_experts(model)
+    lora.keep_adapters_whole(model)
     model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]
     if mode == "allreduce" and layer_peers is not None and callable(getattr(model, "generate", None)):
         model.generate = CheckedGenerate(model, layer_peers)  # type: ignore[method-assign,assignment]
