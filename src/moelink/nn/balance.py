@@ -38,7 +38,7 @@ from moelink.control.exchange import all_reduce, all_to_all
 from moelink.control.values import gather_values
 from moelink.errors import ArgumentError, ConfigMismatchError, PeerAbortedError, PeerTimeoutError, StateError
 from moelink.lifetime import end_outside_calls, peers_of, require_running
-from moelink.nn.moe import MoE
+from moelink.nn.load import BalancedLayer
 from moelink.nn.placement import Placement, place_experts
 from moelink.routing import ExpertMap
 
@@ -103,7 +103,8 @@ class Balancer:
     """Balances the MoE layers of a model, for inference. All methods are collective over the ranks.
 
     Args:
-        model: holds layers that were made with a ``placement`` and count their load (``load_steps >= 1``).
+        model: holds layers that were made with a ``placement`` and count their load (``load_steps >= 1``); or the
+            model of :func:`moelink.integrations.transformers.parallelize`, called with a ``placement``.
         max_bytes: most bytes of weights that a rank receives in a :meth:`step`, a single expert or ring aside.
         group: the process group of the ranks, as the layers' communicators number them; None for the default group.
 
@@ -119,7 +120,8 @@ class Balancer:
     ) -> None:
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
             raise ArgumentError("max_bytes", "a positive number of bytes", max_bytes)
-        named = [(name or "moe", module) for name, module in model.named_modules() if isinstance(module, MoE)]
+        found = ((name, module) for name, module in model.named_modules() if isinstance(module, BalancedLayer))
+        named = [(name or "moe", module) for name, module in found]
         self._names = [name for name, layer in named if layer.placement is not None]
         self._layers = [layer for _, layer in named if layer.placement is not None]
         if not self._layers or any(layer.load is None for layer in self._layers):
@@ -206,12 +208,7 @@ class Balancer:
             experts = changed.setdefault(move.layer, list(_placement(self._layers[move.layer]).experts))
             experts[move.place] = move.expert
         for index, experts in changed.items():
-            layer = self._layers[index]
-            assert layer.placement is not None
-            assert layer.load is not None
-            layer.experts.placement = Placement(tuple(experts))
-            layer.placement.set(layer.experts.placement)
-            layer.load.reset()  # it counts by physical experts, which are others now
+            self._layers[index].place(Placement(tuple(experts)))
         if self._layers[0].ep.device.type == "cuda":
             torch.cuda.synchronize(self._layers[0].ep.device)
 
@@ -340,11 +337,11 @@ class Balancer:
 
     def _tensors(self, layer: int, place: int) -> list[Tensor]:
         """Return the weights of physical expert ``place``, which is on this rank."""
-        experts = self._layers[layer].experts
+        experts = self._layers[layer].holder
         group = place - experts.first + experts.num_shared
         return [getattr(experts, name)[group] for name in experts.stacked]
 
-    def _owners(self, layer: MoE) -> list[int]:
+    def _owners(self, layer: BalancedLayer) -> list[int]:
         """Return the rank of each physical expert."""
         experts = layer.ep.config.num_experts
         return ExpertMap(experts, self._world_size).owner(torch.arange(experts)).tolist()
@@ -379,12 +376,13 @@ def order_moves(old: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
         yield sorted(ring)
 
 
-def _placement(layer: MoE) -> Placement:
-    return layer.experts.placement
+def _placement(layer: BalancedLayer) -> Placement:
+    assert layer.placement is not None, "layers without a placement were left out"
+    return layer.placement.placement
 
 
-def _expert_bytes(layer: MoE) -> int:
-    return sum(getattr(layer.experts, name)[0].nbytes for name in layer.experts.stacked)
+def _expert_bytes(layer: BalancedLayer) -> int:
+    return sum(getattr(layer.holder, name)[0].nbytes for name in layer.holder.stacked)
 
 
 def _digest(value: object) -> str:

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelink.errors import ArgumentError, ConfigError
+from moelink.communicator import Communicator
+from moelink.errors import ArgumentError, ConfigError, StateError
 from moelink.nn.owned import Ownership
 from moelink.nn.parameters import KeepsBuffers
+from moelink.nn.placement import Placement, PlacementMap
 from moelink.routing import ExpertMap
 
 KIND = "expert_load"
@@ -154,6 +156,48 @@ class LoadMeter(KeepsBuffers):
             tokens_per_expert=tuple(self.total.tolist()),
             steps=tuple(tuple(rows[number % kept]) for number in range(first, step + 1)), first_step=first,
         )  # fmt: skip
+
+
+class BalancedLayer(torch.nn.Module):
+    """A layer with experts that counts its load and may place experts anew.
+
+    Attributes:
+        ep: the communicator.
+        load: counts tokens by the communicator's experts, or None.
+        placement: turns the router's ids into the communicator's, or None.
+    """
+
+    ep: Communicator
+    load: LoadMeter | None
+    placement: PlacementMap | None
+
+    @property
+    def holder(self) -> Any:
+        """The module with this rank's weights: ``stacked`` names tensors with experts as their first dimension, after
+        ``num_shared`` others; ``first`` is the id of the first one."""
+        raise NotImplementedError
+
+    def place(self, placement: Placement) -> None:
+        """Use ``placement`` from now on, whose weights are in place, and count anew."""
+        assert self.placement is not None, "the layer was made with a placement"
+        if self.holder is not self:
+            self.holder.placement = placement
+        self.placement.set(placement)
+        if self.load is not None:
+            self.load.reset()  # it counts by physical experts, which are others now
+
+    def stats(self) -> LoadStats:
+        """Return the load of this rank's tokens. Synchronises with the host; counting does not.
+
+        Raises:
+            StateError: the layer counts nothing.
+        """
+        if self.load is None:
+            raise StateError(
+                "stats: expected a layer that counts its load, got one made with load_steps=0; make it with "
+                "load_steps >= 1"
+            )
+        return self.load.stats()
 
 
 @dataclass(frozen=True)

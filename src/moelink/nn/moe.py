@@ -24,7 +24,7 @@ from moelink.initialize import init
 from moelink.nn.aux_loss import AuxLossConfig, AuxLosses
 from moelink.nn.expert_backends import ExpertsBackend, choose_backend
 from moelink.nn.experts import Activation, known_max_tokens, refuse_experts
-from moelink.nn.load import KIND, SCHEMA_VERSION, LoadMeter, LoadStats
+from moelink.nn.load import KIND, SCHEMA_VERSION, BalancedLayer, LoadMeter
 from moelink.nn.owned import ignored_by_ddp
 from moelink.nn.placed_experts import Experts, QuantizedExperts, refuse_gradients
 from moelink.nn.placement import Placement, PlacementMap
@@ -36,7 +36,7 @@ from moelink.rows.scale_rows import cast_rows
 _log = logging.getLogger("moelink")
 
 
-class MoE(torch.nn.Module):
+class MoE(BalancedLayer):
     """A Mixture-of-Experts feed-forward layer.
 
     Args:
@@ -165,6 +165,11 @@ class MoE(torch.nn.Module):
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         made._owned = False
         return made
+
+    @property
+    def holder(self) -> Experts | QuantizedExperts:
+        """The module with this rank's weights."""
+        return self.experts
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -318,19 +323,6 @@ class MoE(torch.nn.Module):
         self.router.reset_parameters()
         self.experts.reset_parameters()
 
-    def stats(self) -> LoadStats:
-        """Return the load of this rank's tokens. Synchronises with the host; counting does not.
-
-        Raises:
-            StateError: the layer was made with ``load_steps=0``.
-        """
-        if self.load is None:
-            raise StateError(
-                "stats: expected a layer that counts its load, got one made with load_steps=0; make it with "
-                "load_steps >= 1"
-            )
-        return self.load.stats()
-
     def close(self) -> None:
         """Close the communicator if the layer made it."""
         if self._owned:
@@ -360,7 +352,7 @@ def load_report(model: torch.nn.Module) -> dict[str, Any]:
     layers = [
         {"name": name or "moe", **dataclasses.asdict(module.stats())}
         for name, module in model.named_modules()
-        if isinstance(module, MoE) and module.load is not None
+        if isinstance(module, BalancedLayer) and module.load is not None
     ]
     return {"schema_version": SCHEMA_VERSION, "kind": KIND, "layers": layers}
 

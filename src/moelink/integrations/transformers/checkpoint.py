@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -148,11 +149,12 @@ class Checkpoint:
         """The dtype of the tensor ``name`` in safetensors' words, such as "BF16"; raises as :meth:`shape`."""
         return str(self._slice(name).get_dtype())
 
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
+    def read(self, name: str, rows: Sequence[slice] | None = None) -> Tensor:
         """The tensor ``name``, or ``rows`` of its first dimension, as stored; raises as :meth:`shape`. Threads may
         read at the same time once :meth:`require` has opened the files."""
         stored = self._slice(name)
-        value: Tensor = stored[...] if rows is None else stored[rows]
+        parts = [stored[...]] if rows is None else [stored[some] for some in rows]
+        value: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._read[name] = value.nbytes
         return value
 

@@ -18,10 +18,13 @@ from moelink.integrations.transformers.ranks import check_same, shared_by_ranks,
 from moelink.nn import dequantized
 from moelink.nn.checkpoint import refuse_plain_checkpoints
 from moelink.nn.experts import group_of_rows, grouped_matmul, known_max_tokens, refuse_experts
+from moelink.nn.load import BalancedLayer, LoadMeter
 from moelink.nn.owned import Ownership, Wrapping, share_of_gradient
 from moelink.nn.parameters import KnowsRows
 from moelink.nn.placed_experts import QuantizedExperts, refuse_gradients
+from moelink.nn.placement import Placement, PlacementMap
 from moelink.output import DispatchOutput
+from moelink.routing import ExpertMap
 from moelink.rows.gated import gated_activation, known_activation
 from moelink.rows.scale_rows import cast_rows
 
@@ -117,15 +120,16 @@ def _activated(form: Form, rows: Tensor, offsets: Tensor, batch_invariant: bool)
     return gated_activation(rows, offsets, form.activation, batch_invariant)
 
 
-class ParallelExperts(KnowsRows):
+class ParallelExperts(KnowsRows, BalancedLayer):
     """Takes the place of a model's experts module; holds this rank's experts under the same parameter names.
 
     Attributes:
         gate_up_proj, down_proj, ...: as the model has them, of this rank's experts; none if they are quantised.
         quantized: the experts in fp8, or None.
         form: how the experts compute.
-        num_experts: over all ranks.
-        first: global id of this rank's first expert.
+        num_experts: of the layer, each counted once.
+        first: id of this rank's first expert among the communicator's.
+        load, placement: as in :class:`moelink.nn.load.BalancedLayer`; None without a placement.
         has_jitter: whether the router multiplies tokens by random numbers in training.
     """
 
@@ -135,12 +139,14 @@ class ParallelExperts(KnowsRows):
         module: nn.Module,
         form: Form,
         *,
-        first: int,
         peers: Peers | None,
+        placement: Placement | None = None,
         quantized: QuantizedExperts | None = None,
     ) -> None:
         super().__init__()
-        self.form, self.num_experts, self.first = form, ep.config.num_experts, first
+        config = ep.config
+        self.form, self.num_experts, self.num_shared = form, form.num_experts, 0
+        self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
         self.hidden_dim, self.intermediate_dim = form.hidden_size, form.intermediate_size
         self.quantized = quantized
         if quantized is None:
@@ -148,8 +154,16 @@ class ParallelExperts(KnowsRows):
                 self.register_parameter(name, module._parameters[name])
         if form.norm is not None:
             self.post_expert_norm = form.norm
-        self._ep, self._peers, self.wrapping = ep, peers, Wrapping()
-        self.row_dtype = ep.config.combine_dtype
+        self.ep, self._peers, self.wrapping = ep, peers, Wrapping()
+        self.row_dtype = config.combine_dtype
+        self.load, self.placement = None, None
+        if placement is not None:
+            replicated = config.mode == "allreduce"
+            self.load = LoadMeter(
+                config.num_experts, rank=config.rank, world_size=config.world_size, replicated=replicated,
+                device=ep.device,
+            )  # fmt: skip
+            self.placement = PlacementMap(placement, rank=0 if replicated else config.rank, device=ep.device)
         self.has_jitter, self._debug = False, DEBUG.is_on()
         self.train(module.training)
         for name in _HOOKS:  # the same dictionaries, so that the handles that the hooks' owners have still remove them
@@ -162,13 +176,18 @@ class ParallelExperts(KnowsRows):
         return self.form.stacked if self.quantized is None else tuple(f"quantized.{n}" for n in self.quantized.stacked)
 
     @property
+    def holder(self) -> nn.Module:
+        """The module with this rank's weights."""
+        return self if self.quantized is None else self.quantized
+
+    @property
     def is_transposed(self) -> bool:
         """Whether weights are [E, in, out], as PEFT asks before it attaches adapters.
 
         Raises:
             UnsupportedError: this rank has a single expert, whose weight PEFT takes for [1, out, in].
         """
-        if self.form.transposed and self._ep.config.num_local_experts == 1:
+        if self.form.transposed and self.ep.config.num_local_experts == 1:
             raise UnsupportedError(
                 "adapters: expected two experts or more on each rank, as PEFT adapts a single one with [in, out] and "
                 "[out, in] confused, got 1; use fewer ranks"
@@ -178,15 +197,15 @@ class ParallelExperts(KnowsRows):
     @property
     def ownership(self) -> Ownership:
         """The experts here, as functions on whole models ask for them (:mod:`moelink.nn.owned`)."""
-        config = self._ep.config
-        placed = range(config.num_experts)
+        config = self.ep.config
+        placed = range(config.num_experts) if self.placement is None else self.placement.placement.experts
         held = Ownership.of(config.rank, config.world_size, self.first, config.num_local_experts, placed, 0)
         norm = ("post_expert_norm",) if self.form.norm is not None else ()
         return replace(held, replicated=norm)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K], [T, K] to [T, H], as transformers calls its experts. Collective."""
-        config = self._ep.config
+        config = self.ep.config
         self.wrapping.look(config.mode, config.world_size, config.mode == "allreduce")
         if config.mode == "allreduce" and self._peers is not None:
             if self.has_jitter and self.training:
@@ -196,14 +215,28 @@ class ParallelExperts(KnowsRows):
         if self.quantized is not None:
             refuse_gradients(hidden_states, self)
         self._check_adapters()
-        return run_experts(
-            self._ep, hidden_states, top_k_index, top_k_weights, experts=self._experts, peers=self._peers
-        )
+        if self.placement is not None:
+            if config.num_experts > self.num_experts:
+                refuse_gradients(
+                    hidden_states, self, name="placement", why="replicas of an expert would learn apart",
+                    instead="each expert once",
+                )  # fmt: skip
+            top_k_index = self.placement(top_k_index)
+            assert self.load is not None
+            self.load.record(top_k_index)
+        return run_experts(self.ep, hidden_states, top_k_index, top_k_weights, experts=self._experts, peers=self._peers)
 
     def _check_adapters(self) -> None:
         """Refuse adapters that another rank could not share, which PEFT makes parametrisations during a forward."""
         for name, chain in getattr(self, "parametrizations", {}).items():
-            if name.endswith("_bias") and any(type(part).__module__.startswith("peft.") for part in chain):
+            if not any(type(part).__module__.startswith("peft.") for part in chain):
+                continue
+            if self.placement is not None:
+                raise UnsupportedError(
+                    "adapters: expected experts without a placement, got one, whose Balancer would move weights and "
+                    "leave their adapters; merge them (merge_and_unload of PEFT's model)"
+                )
+            if name.endswith("_bias"):
                 raise UnsupportedError(
                     f"{name}: expected adapters of the weights of experts, got those of their biases, which mix the "
                     "experts of all ranks; take it out of target_parameters"
@@ -215,9 +248,9 @@ class ParallelExperts(KnowsRows):
             return self.quantized(recv.tokens, recv.scales, recv.row_offsets)  # type: ignore[no-any-return]
         ranks = self.wrapping.ranks()
         tensors = {name: share_of_gradient(getattr(self, name), ranks) for name in self.form.stacked}
-        return compute(self.form, tensors, recv, self._ep, self._peers)
+        return compute(self.form, tensors, recv, self.ep, self._peers)
 
     def extra_repr(self) -> str:
         """The experts here, of how many."""
-        last = self.first + self._ep.config.num_local_experts - 1
-        return f"experts {self.first}-{last} of {self.num_experts}, mode={self._ep.config.mode!r}"
+        last = self.first + self.ep.config.num_local_experts - 1
+        return f"experts {self.first}-{last} of {self.ep.config.num_experts}, mode={self.ep.config.mode!r}"

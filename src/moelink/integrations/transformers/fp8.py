@@ -25,6 +25,7 @@ from moelink.nn.block_quantized import BLOCK, BlockQuantized, dequantize_weight
 from moelink.nn.expert_backends import choose_backend
 from moelink.nn.placed_experts import QuantizedExperts
 from moelink.nn.placement import Placement
+from moelink.routing import ExpertMap
 
 FORMAT = "fp8_block128"
 
@@ -118,7 +119,7 @@ def check_scaled(model: PreTrainedModel, where: str, experts: Container[str]) ->
 
 
 def quantized_experts(
-    module: nn.Module, form: Form, ep: moelink.Communicator, *, first: int, backend: str
+    module: nn.Module, form: Form, ep: moelink.Communicator, *, backend: str, placement: Placement | None
 ) -> QuantizedExperts:
     """Return the experts of ``module``, whose parameters are codes and scales of this rank's, ready to multiply."""
     weights = [
@@ -128,9 +129,10 @@ def quantized_experts(
         for name in (form.up, "down_proj")
     ]
     assert form.activation is not None
+    first = ExpertMap(ep.config.num_experts, ep.config.world_size).first(ep.config.rank)
     return QuantizedExperts(
         weights[0], weights[1], backend=backend, activation=form.activation,
-        experts=(first, 0), placement=Placement.identity(ep.config.num_experts), dtype=form.dtype,
+        experts=(first, 0), placement=placement or Placement.identity(ep.config.num_experts), dtype=form.dtype,
         ranks=(ep.config.rank, ep.config.world_size),
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,31 +41,44 @@ from moelink.integrations.transformers.experts import ParallelExperts
 from moelink.integrations.transformers.fp8 import check_quantization, check_scaled, scales_name, with_scales
 from moelink.integrations.versions import require
 from moelink.nn.block_quantized import BLOCK
+from moelink.nn.placement import Placement
 from moelink.routing import ExpertMap
 
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's experts of a parameter: ``first`` to ``first + count - 1`` of ``num_experts``."""
+    """This rank's experts of a parameter.
 
-    first: int
-    count: int
+    Attributes:
+        places: the expert of each of the communicator's experts here.
+        num_experts: of the whole.
+    """
+
+    places: tuple[int, ...]
     num_experts: int
 
     @classmethod
-    def of(cls, config: EPConfig) -> Part:
+    def of(cls, config: EPConfig, placement: Placement | None = None) -> Part:
         """Return the experts of the communicator's rank."""
+        placed = placement or Placement.identity(config.num_experts)
         first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
-        return cls(first, config.num_local_experts, config.num_experts)
+        return cls(placed.experts[first : first + config.num_local_experts], placed.num_experts)
+
+    @cached_property
+    def experts(self) -> tuple[int, ...]:
+        """Those to read: each once, ascending."""
+        return tuple(sorted(set(self.places)))
 
     @property
-    def rows(self) -> slice:
-        """Of the first dimension of the whole."""
-        return slice(self.first, self.first + self.count)
+    def rows(self) -> tuple[slice, ...]:
+        """Of the first dimension of the whole: runs of consecutive experts to read."""
+        starts = [expert for expert in self.experts if expert - 1 not in self.experts]
+        ends = [expert + 1 for expert in self.experts if expert + 1 not in self.experts]
+        return tuple(slice(start, end) for start, end in zip(starts, ends, strict=True))
 
-    def has(self, expert: int) -> bool:
-        """Whether ``expert`` is one of them."""
-        return self.first <= expert < self.first + self.count
+    def arranged(self, read: Tensor) -> Tensor:
+        """Return the experts that were read, [experts, ...], by place."""
+        return read if self.places == self.experts else chosen(read, [self.experts.index(each) for each in self.places])
 
 
 @dataclass
@@ -72,14 +86,19 @@ class Plan:
     """The tensors that a rank reads of a checkpoint.
 
     Attributes:
-        wanted: by stored name, the rows of the first dimension to read; None for all.
+        wanted: by stored name, runs of rows of the first dimension to read; None for all.
         others: stored names that belong to other ranks.
         missing: stored names that should be there, as the mapping spells them.
     """
 
-    wanted: dict[str, slice | None] = field(default_factory=dict)
+    wanted: dict[str, tuple[slice, ...] | None] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+
+
+def chosen(stacked: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return ``rows`` of the first dimension, of any dtype (torch indexes no fp8)."""
+    return torch.cat([stacked[row : row + 1] for row in rows])
 
 
 def mapping_of(model: PreTrainedModel) -> list[Any]:
@@ -123,12 +142,12 @@ def plan_of(
     for (target, _), names in pieces.items():
         part = experts[target]
         if len(names) == 1:
-            plan.wanted[names[0]] = part.rows if part.count < part.num_experts else None
+            plan.wanted[names[0]] = part.rows if len(part.experts) < part.num_experts else None
         elif len(names) % part.num_experts:
             lacking.add(target)
         else:
             for position, name in enumerate(names):
-                if part.has(position % part.num_experts):
+                if position % part.num_experts in part.experts:
                     plan.wanted[name] = None
                 else:
                     plan.others.append(name)
@@ -253,24 +272,26 @@ def is_empty(model: nn.Module) -> bool:
 
 @contextmanager
 def only_own(
-    layers: Mapping[str, nn.Module], stacked: Mapping[str, Sequence[str]], part: Part, *, fp8: bool
+    layers: Mapping[str, nn.Module], stacked: Mapping[str, Sequence[str]], own_parts: Mapping[str, Part], *, fp8: bool
 ) -> Iterator[dict[str, Part]]:
     """Replace each layer's experts by empty parameters for this rank's experts, which loading fills.
 
-    Gives ``part`` by name of each such parameter. If loading fails, the old parameters return.
+    Gives the part by name of each such parameter; ``own_parts`` has it by name of the layer. Parameters are arranged by
+    place afterwards. If loading fails, the old parameters return.
     """
     before = {name: dict(layer._parameters) for name, layer in layers.items()}
     parts: dict[str, Part] = {}
     for name, layer in layers.items():
+        part = own_parts[name]
         for own in stacked[name]:
             whole = layer._parameters[own]
             assert whole is not None
-            shape, dtype = (part.count, *whole.shape[1:]), torch.float8_e4m3fn if fp8 else whole.dtype
+            shape, dtype = (len(part.experts), *whole.shape[1:]), torch.float8_e4m3fn if fp8 else whole.dtype
             empty = torch.empty(shape, dtype=dtype, device="meta")
             layer._parameters[own] = nn.Parameter(empty, requires_grad=whole.requires_grad and not fp8)
             parts[f"{name}.{own}"] = part
             if fp8:
-                blocks = (part.count, *(ceil_div(size, BLOCK) for size in whole.shape[1:]))
+                blocks = (len(part.experts), *(ceil_div(size, BLOCK) for size in whole.shape[1:]))
                 scales = torch.empty(blocks, dtype=torch.float32, device="meta")
                 layer.register_parameter(scales_name(own), nn.Parameter(scales, requires_grad=False))
                 parts[f"{name}.{scales_name(own)}"] = part
@@ -281,12 +302,18 @@ def only_own(
             layer._parameters.clear()
             layer._parameters.update(before[name])
         raise
+    for name, part in parts.items():
+        owner, _, own = name.rpartition(".")
+        read = layers[owner]._parameters[own]
+        assert read is not None
+        if part.places != part.experts:
+            layers[owner]._parameters[own] = nn.Parameter(part.arranged(read.detach()), read.requires_grad)
 
 
 class _Stored:
     """A tensor of a checkpoint that is read when transformers asks for its values."""
 
-    def __init__(self, checkpoint: Checkpoint, name: str, rows: slice | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, name: str, rows: tuple[slice, ...] | None) -> None:
         self._checkpoint, self._name, self._rows = checkpoint, name, rows
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -371,11 +398,12 @@ def gathered_state_dict(
 
 def gather_experts(local: Tensor, module: Any, *, peers: Peers | None, rank: int) -> Tensor | None:
     """The ranks' blocks [experts, ...] of ``module``, a ParallelExperts, in order, on the CPU of rank 0; None on the
-    others. One block at a time is on its device. Collective."""
+    others. One block at a time is on its device; replicas are left out. Collective."""
+    places = None if module.placement is None else [each[0] for each in module.placement.placement.replicas]
     if peers is None:
-        return local
+        return local if places is None else chosen(local, places)
     world_size = peers.own.size()
-    owned = ExpertMap(module.num_experts, world_size)
+    owned = ExpertMap(module.ep.config.num_experts, world_size)
     mine, nothing = local.detach().contiguous().view(-1).view(torch.uint8), [0] * world_size
     blocks = [local.detach().cpu()] if rank == 0 else []
     for peer in range(1, world_size):
@@ -386,4 +414,7 @@ def gather_experts(local: Tensor, module: Any, *, peers: Peers | None, rank: int
         to = [mine.numel(), *nothing[1:]] if rank == peer else nothing
         all_to_all(received, mine if rank == peer else mine[:0], counts, to, peers)
         blocks += [block.cpu()] if rank == 0 else []
-    return torch.cat(blocks) if rank == 0 else None
+    if rank:
+        return None
+    whole = torch.cat(blocks)
+    return whole if places is None else chosen(whole, places)

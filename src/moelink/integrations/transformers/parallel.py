@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 import moelink
 from moelink.config import Mode, TransportName
 from moelink.control.exchange import BUSY, Peers
-from moelink.errors import ArgumentError, UnsupportedError
+from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 from moelink.integrations.transformers import adapters as lora
 from moelink.integrations.transformers.checkpoint import Checkpoint, LoadReport
 from moelink.integrations.transformers.experts import ParallelExperts, refuse_form
@@ -26,6 +26,7 @@ from moelink.integrations.versions import require
 from moelink.lifetime import peers_of
 from moelink.nn.expert_backends import ExpertsBackend
 from moelink.nn.owned import mark_experts, owned_tensors
+from moelink.nn.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,11 @@ class ParallelModel:
             model = empty_model(folder, dtype=self.model.dtype, auto_class=type(self.model))
             layers = dict(experts_of(model))
             forms = {name: form_of(module) for name, module in layers.items()}
-        part = Part.of(self.ep.config)
-        report = _load(model, layers, forms, part, self.ep.device, checkpoint=folder, peers=self.peers, fp8=False)
+        parts = {
+            name: Part.of(self.ep.config, None if module.placement is None else module.placement.placement)
+            for name, module in experts_modules(self.model)
+        }
+        report = _load(model, layers, forms, parts, self.ep.device, checkpoint=folder, peers=self.peers, fp8=False)
         self.model.load_state_dict(model.state_dict())
         return report
 
@@ -180,6 +184,7 @@ def parallelize(
     checkpoint: str | Path | None = None,
     experts_backend: ExpertsBackend = "auto",
     topk: int | None = None,
+    placement: Placement | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
     transport: TransportName = "auto",
@@ -206,12 +211,16 @@ def parallelize(
         checkpoint: a folder of safetensors files; a rank reads the replicated weights and its own experts only.
         experts_backend: the product of experts of a checkpoint in fp8, as in :class:`moelink.nn.MoE`.
         topk: experts of a token, if the model's configuration does not have it.
+        placement: the expert that each of the communicator's experts holds, in every layer at first, which a
+            :class:`moelink.nn.Balancer` changes by the load. It may hold an expert several times (replicas, for
+            inference only). None: each expert once, in order, and nothing is counted.
         group, transport, num_sms, timeout: as for :func:`moelink.init`.
         device: of the model after the call; None for its present one, or moelink's default if it is empty.
 
     Raises:
         ArgumentError: the model has no experts that use the interface, or is empty without a ``checkpoint``.
-        ConfigError: there are fewer experts than ranks, or as :func:`moelink.init`.
+        ConfigError: there are fewer experts than ranks, ``placement`` is of another number of experts, or as
+            :func:`moelink.init`.
         UnsupportedError: experts of a form that is not supported, or transformers of such a release.
         CheckpointError: a file or tensor is missing; raised on every rank when one meets it.
     """
@@ -219,6 +228,9 @@ def parallelize(
     layers = dict(experts_of(model))
     forms = {name: form_of(module) for name, module in layers.items()}
     shape = _shape_of(model, layers, forms, topk)
+    if placement is not None and placement.num_experts != shape.num_experts:
+        raise ConfigError("placement", f"a placement of {shape.num_experts} experts", placement.num_experts)
+    shape = replace(shape, num_experts=placement.num_physical) if placement is not None else shape
     empty = is_empty(model)
     if empty and checkpoint is None:
         raise ArgumentError("checkpoint", "a folder, as parameters of the model are on the meta device", None)
@@ -233,23 +245,23 @@ def parallelize(
     ranks = (group or dist.group.WORLD) if ep.config.world_size > 1 else None
     peers = peers_of(ep, ranks, "an exchange of the model's weights", busy=BUSY) if ranks is not None else None
     layer_peers = peers_of(ep, ranks, "a sum of a layer") if ranks is not None else None
-    part, loaded = Part.of(ep.config), None
+    parts, loaded = dict.fromkeys(layers, Part.of(ep.config, placement)), None
     try:
         for name, form in forms.items():
             refuse_form(form, layers[name]._parameters, ep)
         backends = {name: choose_for(form, ep, experts_backend) for name, form in forms.items()} if fp8 else {}
         if checkpoint is None:
-            _keep(layers, forms, part, ep.device)
+            _keep(layers, forms, parts, ep.device)
         else:
-            loaded = _load(model, layers, forms, part, ep.device, checkpoint=checkpoint, peers=peers, fp8=fp8)
+            loaded = _load(model, layers, forms, parts, ep.device, checkpoint=checkpoint, peers=peers, fp8=fp8)
     except BaseException:
         ep.close()
         raise
     names = _all_names(model, layers)
     for name, module in layers.items():
-        form, first = forms[name], part.first
-        quantized = quantized_experts(module, form, ep, first=first, backend=backends[name]) if fp8 else None
-        experts = ParallelExperts(ep, module, form, first=first, peers=layer_peers, quantized=quantized)
+        form = forms[name]
+        quantized = quantized_experts(module, form, ep, backend=backends[name], placement=placement) if fp8 else None
+        experts = ParallelExperts(ep, module, form, peers=layer_peers, placement=placement, quantized=quantized)
         experts.has_jitter = has_jitter(model)
         for each in names[name]:
             model.set_submodule(each, experts)
@@ -274,6 +286,7 @@ def from_pretrained(
     batch_invariant: bool = False,
     experts_backend: ExpertsBackend = "auto",
     topk: int | None = None,
+    placement: Placement | None = None,
     auto_class: Any = None,
     attn_implementation: str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -291,8 +304,8 @@ def from_pretrained(
     parallel = parallelize(
         model, max_tokens_per_rank=max_tokens_per_rank, mode=mode, dispatch_format=dispatch_format,
         combine_dtype=combine_dtype, capacity=capacity, batch_invariant=batch_invariant, checkpoint=folder,
-        experts_backend=experts_backend, topk=topk, group=group, device=device, transport=transport, num_sms=num_sms,
-        timeout=timeout,
+        experts_backend=experts_backend, topk=topk, placement=placement, group=group, device=device,
+        transport=transport, num_sms=num_sms, timeout=timeout,
     )  # fmt: skip
     model.train(False)
     return parallel
@@ -324,12 +337,12 @@ def _all_names(model: nn.Module, layers: dict[str, Any]) -> dict[str, list[str]]
     return names
 
 
-def _keep(layers: dict[str, Any], forms: dict[str, Form], part: Part, device: torch.device) -> None:
+def _keep(layers: dict[str, Any], forms: dict[str, Form], parts: dict[str, Part], device: torch.device) -> None:
     """Leave this rank's experts of the model, on ``device``, and free the others."""
     for name, module in layers.items():
         for own in forms[name].stacked:
             whole = module._parameters[own]
-            rows = whole.detach()[part.rows].to(device, copy=True)
+            rows = whole.detach()[list(parts[name].places)].to(device)
             module._parameters[own] = nn.Parameter(rows, requires_grad=whole.requires_grad)
 
 
@@ -337,7 +350,7 @@ def _load(
     model: PreTrainedModel,
     layers: dict[str, Any],
     forms: dict[str, Form],
-    part: Part,
+    parts: dict[str, Part],
     device: torch.device,
     *,
     checkpoint: str | Path,
@@ -346,8 +359,8 @@ def _load(
 ) -> LoadReport:
     """This rank's experts and all that is replicated, from files. Collective."""
     stacked = {name: form.stacked for name, form in forms.items()}
-    with only_own(layers, stacked, part, fp8=fp8) as parts, agreed(peers), Checkpoint(checkpoint) as opened:
-        result = fill(model, opened, parts, device)
+    with only_own(layers, stacked, parts, fp8=fp8) as named, agreed(peers), Checkpoint(checkpoint) as opened:
+        result = fill(model, opened, named, device)
     return result  # noqa: RET504 - mypy takes agreed for one that may suppress errors
 
 
