@@ -14,6 +14,7 @@ from moelink.control.exchange import Peers
 from moelink.env import DEBUG
 from moelink.errors import UnsupportedError
 from moelink.integrations.transformers.forms import Form
+from moelink.integrations.transformers.padding import Padding
 from moelink.integrations.transformers.ranks import check_same, shared_by_ranks, total_over_ranks
 from moelink.nn import dequantized
 from moelink.nn.checkpoint import refuse_plain_checkpoints
@@ -140,6 +141,7 @@ class ParallelExperts(KnowsRows, BalancedLayer):
         form: Form,
         *,
         peers: Peers | None,
+        padding: Padding | None = None,
         placement: Placement | None = None,
         quantized: QuantizedExperts | None = None,
     ) -> None:
@@ -156,6 +158,7 @@ class ParallelExperts(KnowsRows, BalancedLayer):
             self.post_expert_norm = form.norm
         self.ep, self._peers, self.wrapping = ep, peers, Wrapping()
         self.row_dtype = config.combine_dtype
+        self.padding = Padding() if padding is None else padding
         self.load, self.placement = None, None
         if placement is not None:
             replicated = config.mode == "allreduce"
@@ -207,6 +210,7 @@ class ParallelExperts(KnowsRows, BalancedLayer):
         """[T, H], [T, K], [T, K] to [T, H], as transformers calls its experts. Collective."""
         config = self.ep.config
         self.wrapping.look(config.mode, config.world_size, config.mode == "allreduce")
+        top_k_index = self.padding.masked(top_k_index)
         if config.mode == "allreduce" and self._peers is not None:
             if self.has_jitter and self.training:
                 check_same("hidden_states", hidden_states, self._peers)

@@ -21,6 +21,7 @@ from moelink.integrations.transformers.experts import ParallelExperts, refuse_fo
 from moelink.integrations.transformers.forms import Form, Settings, Shape, experts_of, form_of, topk_of
 from moelink.integrations.transformers.fp8 import FORMAT, check_quantization, choose_for, quantized_experts
 from moelink.integrations.transformers.loading import Part, empty_model, fill, gathered_state_dict, is_empty, only_own
+from moelink.integrations.transformers.padding import Padding
 from moelink.integrations.transformers.ranks import CheckedGenerate, agreed, gradient_norm, has_jitter, sum_gradients
 from moelink.integrations.versions import require
 from moelink.lifetime import peers_of
@@ -257,16 +258,19 @@ def parallelize(
     except BaseException:
         ep.close()
         raise
-    names = _all_names(model, layers)
+    names, padding = _all_names(model, layers), Padding()
     for name, module in layers.items():
         form = forms[name]
         quantized = quantized_experts(module, form, ep, backend=backends[name], placement=placement) if fp8 else None
-        experts = ParallelExperts(ep, module, form, peers=layer_peers, placement=placement, quantized=quantized)
+        experts = ParallelExperts(
+            ep, module, form, peers=layer_peers, padding=padding, placement=placement, quantized=quantized
+        )
         experts.has_jitter = has_jitter(model)
         for each in names[name]:
             model.set_submodule(each, experts)
     model.to(device=ep.device)  # type: ignore[call-arg]
     mark_experts(model)
+    padding.watch(model, ParallelExperts)
     lora.keep_adapters_whole(model)
     model.save_pretrained = _refuse_to_save  # type: ignore[method-assign]
     if mode == "allreduce" and layer_peers is not None and callable(getattr(model, "generate", None)):
