@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ import moelink
 from moelink.integrations.transformers import parallelize
 from moelink.nn import all_reduce_gradients, clip_grad_norm_
 from moelink.testing import run_ranks
-from tests.integrations.transformers.transformers_models import COMMON, MAX_TOKENS, NUM_EXPERTS, build, tokens
+from tests.integrations.transformers.transformers_models import COMMON, MAX_TOKENS, NUM_EXPERTS, build, quiet, tokens
 
 RANK_OF_ADAPTERS, RATE = 3, 0.1
 MAX_NORM = 1e-3
@@ -46,14 +43,6 @@ def config_of(family: str, **changes: Any) -> LoraConfig:
     """Adapters of experts, attention and router, of two ranks."""
     targets = {"target_modules": ["q_proj"], "target_parameters": [*EXPERTS, *ROUTER[family]]}
     return LoraConfig(r=RANK_OF_ADAPTERS, lora_alpha=6, rank_pattern={"q_proj": 2}, **{**targets, **changes})
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warning of PEFT, which reads an attribute of models that transformers has renamed."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        yield
 
 
 def trained(model: Any) -> dict[str, Tensor]:

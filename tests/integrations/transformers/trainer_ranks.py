@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import transformers
+from peft import PeftModel
 from torch import Tensor
 from transformers import TrainingArguments
 
-from tests.integrations.transformers.transformers_models import VOCABULARY, build
+from tests.integrations.transformers.transformers_models import VOCABULARY, build, quiet
 
 LENGTH, STEPS, SAVED, BATCH = 6, 4, 2, 4
 """Tokens of an example, steps, the step after which is saved, and examples of a step over all ranks."""
@@ -43,14 +44,18 @@ def steps_of(trainer: Any) -> dict[int, tuple[float, float]]:
     return {entry["step"]: (entry["loss"], float(entry["grad_norm"])) for entry in logged if "loss" in entry}
 
 
-def alone(folder: Path) -> tuple[dict[int, tuple[float, float]], dict[str, Tensor]]:
-    """Steps and last weights of transformers' own Trainer on one process."""
-    trainer = transformers.Trainer(build("mixtral"), arguments(folder, 1), train_dataset=examples())
+def alone(folder: Path, adapters: str | None = None) -> tuple[dict[int, tuple[float, float]], dict[str, Tensor]]:
+    """Steps and last weights of transformers' own Trainer on one process; of ``adapters`` alone, a folder with some."""
+    model: Any = build("mixtral")
+    if adapters is not None:
+        with quiet():
+            model = PeftModel.from_pretrained(model, adapters, is_trainable=True)
+    trainer = transformers.Trainer(model, arguments(folder, 1), train_dataset=examples())
     trainer.train()
     return steps_of(trainer), trainer.model.state_dict()
 
 
-def on_ranks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def on_ranks(rank: int, world_size: int, folder: str, adapters: str | None = None) -> dict[str, Any]:
     """The same over ranks: all steps, and those after the checkpoint in a model that begins anew."""
     from moelink.integrations.transformers import parallelize
     from moelink.integrations.transformers.trainer import Trainer
@@ -60,11 +65,14 @@ def on_ranks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         args = arguments(Path(folder), world_size)
         assert args.world_size == world_size
         model = build("mixtral")
-        if name == "resumed":
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.zero_()
         with parallelize(model, max_tokens_per_rank=BATCH * LENGTH, device="cpu") as parallel:
+            if adapters is not None:
+                with quiet():
+                    parallel = parallel.with_adapters(adapters)
+            if name == "resumed":
+                with torch.no_grad():
+                    for parameter in parallel.model.parameters():
+                        parameter.mul_(not parameter.requires_grad)
             trainer = Trainer(parallel, args, train_dataset=examples())
             trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}" if name == "resumed" else None)
             found[name] = steps_of(trainer)
