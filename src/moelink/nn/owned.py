@@ -15,6 +15,7 @@ With a communicator of one rank every rank has all experts, so they are replicat
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moelink.errors import ArgumentError, UnsupportedError
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
+_ORIGINAL = re.compile(r"parametrizations\.(\w+)\.original$")
 _WRAPPED = ("base_layer",)
 """Names under which adapters hold the module that they wrap."""
 
@@ -270,7 +272,9 @@ class Wrapping:
         ddp = DistributedDataParallel._active_ddp_module
         if ddp is None or (self._ddp is not None and self._ddp() is ddp):
             return self.ranks()
-        missing = [name for name in ignored_by_ddp(ddp.module) if name not in ddp.parameters_to_ignore]
+        # PEFT makes its adapters parametrisations for the time of a forward, so the names were others at the wrapping.
+        known = ddp.parameters_to_ignore
+        missing = [n for n in ignored_by_ddp(ddp.module) if n not in known and _ORIGINAL.sub(r"\1", n) not in known]
         if missing:
             raise UnsupportedError(
                 f"DistributedDataParallel: expected {missing[0]} and {len(missing) - 1} more to be left to their "

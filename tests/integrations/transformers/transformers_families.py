@@ -22,10 +22,10 @@ VOCABULARY, HIDDEN, EXPERTS, TOPK, LAYERS = 96, 64, 4, 2, 2
 BATCH, LENGTH, NEW_TOKENS = 2, 7, 3
 
 SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 32, "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32, "shared_intermediate_size": 32, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 64,
-    "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": VOCABULARY, "unpadded_vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 32,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "shared_intermediate_size": 32,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
+    "max_position_embeddings": 64, "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
     # how many experts, and how many of a token
     "num_experts": EXPERTS, "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS, "moe_num_experts": EXPERTS,
     "num_experts_per_tok": TOPK, "moe_topk": TOPK, "moe_k": TOPK, "top_k_experts": TOPK, "n_group": 2, "topk_group": 1,
@@ -62,7 +62,6 @@ OWN: dict[str, dict[str, Any]] = {
     "glm5_next": {"index_kpool": 2, "qk_rope_head_dim": 0, "mlp_layer_types": ["dense", "sparse"]},
     "granitemoehybrid": BOTH | MAMBA,
     "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
-    "inkling2_loop": {"unpadded_vocab_size": VOCABULARY},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "kimi_linear": BOTH,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
