@@ -25,7 +25,8 @@ SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY, "unpadded_vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 32,
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "shared_intermediate_size": 32,
     "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
-    "max_position_embeddings": 64, "initializer_range": 0.15, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+    "max_position_embeddings": 64, "initializer_range": 0.15, "pad_token_id": 0,
+    "bos_token_id": None, "eos_token_id": None,
     # how many experts, and how many of a token
     "num_experts": EXPERTS, "num_local_experts": EXPERTS, "n_routed_experts": EXPERTS, "moe_num_experts": EXPERTS,
     "num_experts_per_tok": TOPK, "moe_topk": TOPK, "moe_k": TOPK, "top_k_experts": TOPK, "n_group": 2, "topk_group": 1,
