@@ -1,8 +1,8 @@
-"""Check the tensors that a caller passes."""
+"""Check the tensors that a caller passes, and describe those that it gets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,3 +29,17 @@ def check_tensor(
     if not value.is_contiguous():
         raise ArgumentError(name, "a contiguous tensor", f"strides {value.stride()} for shape {list(value.shape)}")
     return value
+
+
+def describe(record: object, names: Iterable[str]) -> str:
+    """Return the ``repr`` of a record: a tensor as dtype and shape, ``tokens=bfloat16[6, 64]``, a list as its length.
+
+    No value is read, so that a device is not waited for.
+    """
+    return f"{type(record).__name__}({', '.join(f'{name}={_brief(getattr(record, name))}' for name in names)})"
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"list[{len(value)}]" if isinstance(value, list) else repr(value)

@@ -16,10 +16,7 @@ from moelink.formats.base import encodes_rows_alone
 from moelink.levels import Routes, prefers_two_levels
 from moelink.memory.layout import ALIGNMENT, DispatchMessage, HomeRow
 from moelink.memory.workspace import Workspace
-
-Layout = Literal["expert", "rank", "masked"]
-Mode = Literal["alltoall", "allreduce"]
-TransportName = Literal["auto", "collective", "symmetric"]
+from moelink.names import FormatName, Layout, Mode, TransportName
 
 MAX_TIMEOUT = 2_000_000
 """Most seconds of ``timeout``, 23 days: torch's store waits for milliseconds in 32 bits."""
@@ -126,7 +123,7 @@ class EPConfig:
     topk: int
     hidden_size: int
     max_tokens_per_rank: int
-    dispatch_format: str = "bf16"
+    dispatch_format: FormatName = "bf16"
     combine_dtype: torch.dtype = torch.bfloat16
     combine_format: str | None = None
     layout: Layout = "expert"

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 from moelink.communicator import Communicator, open_communicator
-from moelink.config import MAX_TIMEOUT, EPConfig, Layout, Mode, TransportName
+from moelink.config import MAX_TIMEOUT, EPConfig
 from moelink.control.group import connect, default_device, leave, plain_device
 from moelink.control.handshake import refuse
 from moelink.errors import ConfigError, UnsupportedError
 from moelink.metrics import endpoint_of_environment
+from moelink.names import FormatName, Layout, Mode, TransportName
 
 
 def init(
@@ -21,7 +22,7 @@ def init(
     topk: int,
     hidden_size: int,
     max_tokens_per_rank: int,
-    dispatch_format: str = "bf16",
+    dispatch_format: FormatName = "bf16",
     combine_dtype: torch.dtype = torch.bfloat16,
     combine_format: str | None = None,
     layout: Layout = "expert",

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from moelink.arguments import describe
 from moelink.arith import align_up
 from moelink.config import EPConfig
 from moelink.errors import UnsupportedError
@@ -137,6 +138,10 @@ class DispatchHandle:
     first_id: int = 0
     carrier: Tensor | None = field(default=None, repr=False)
 
+    def __repr__(self) -> str:
+        """Dtypes and shapes of tensors, and the other fields."""
+        return describe(self, (each.name for each in fields(self) if each.repr))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DispatchHandle:
         """Return a handle with tensors of its own, of ids that are as unchanged as these are."""
         made = {each.name: copy.deepcopy(getattr(self, each.name), memo) for each in fields(self)}
@@ -248,11 +253,10 @@ class DispatchOutput:
         return value
 
     def __repr__(self) -> str:
-        """All fields but the handle, and but rows that have ended."""
+        """Dtypes and shapes of all fields but the handle, and but rows that have ended."""
         rows = self.rows_in_place
         ended = IN_PLACE if rows is not None and rows.has_ended else ()
-        shown = (each.name for each in fields(self) if each.repr and each.name not in ended)
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+        return describe(self, (each.name for each in fields(self) if each.repr and each.name not in ended))
 
     @property
     def rows_in_place(self) -> RowsInPlace | None:

@@ -66,7 +66,7 @@ def run_ranks(
         RankHungError: some ranks had not finished after ``timeout`` seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "moelink"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "moelink.initialize"])
     environment = dict(os.environ)
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     # Apart, as what it is made of may import triton, which reads its variables then.

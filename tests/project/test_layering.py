@@ -18,7 +18,7 @@ FILES_OF_BENCH = sorted(path for path in BENCH.rglob("*.py"))
 MAX_LINES = 550
 
 ROOMS = (
-    "errors", "env", "arith", "arguments", "version", "tuning",
+    "errors", "names", "env", "arith", "arguments", "version", "tuning",
     "formats",
     "memory",
     "routing", "hooks", "levels", "config", "lease", "output",
@@ -28,8 +28,8 @@ ROOMS = (
     "transports",
     "contract", "activation", "epilogues", "ops",
     "tracing",
-    "lifetime", "communicator", "metrics", "initialize", "devices", "moelink", "testing",
-    "nn", "integrations",
+    "lifetime", "communicator", "metrics", "initialize", "devices", "testing",
+    "nn", "moelink", "integrations",
     "tools", "__main__",
 )  # fmt: skip
 """From the ground up: a file imports from rooms that stand before its own, and from its own."""

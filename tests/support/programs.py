@@ -30,7 +30,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-PRELOADED = ("torch", "torch.distributed", "moelink", "moelink.nn", "moelink.transports.collective.transport")
+PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "moelink.initialize",
+    "moelink.nn",
+    "moelink.transports.collective.transport",
+)
 """What most programs import, and what takes long. Kernels are left out: the interpreter changes their modules when it
 first runs them, which could hide what is wrong with them."""
 

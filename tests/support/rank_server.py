@@ -17,7 +17,7 @@ PRELOADED = [
     "torch",
     "torch.distributed",
     "tests.support.fast_kernels",
-    "moelink",
+    "moelink.initialize",
     "moelink.contract",
     "moelink.memory.posix",
     "moelink.nn",

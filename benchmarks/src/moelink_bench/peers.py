@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moelink.arith import align_up
-from moelink.config import Layout
 from moelink.errors import UnsupportedError
 from moelink.formats import get_format
+from moelink.names import Layout
 from moelink.routing import ExpertMap
 from moelink.tools.common import version_of
 from moelink_bench.contenders import Calls, difference_from_truth, expert_factor

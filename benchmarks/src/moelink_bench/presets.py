@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from moelink.config import EPConfig, Layout
+from moelink.config import EPConfig
 from moelink.errors import ConfigError
 from moelink.formats import get_format
+from moelink.names import Layout
 
 Distribution = Literal["uniform", "zipf", "one-rank"]
 DeviceKind = Literal["cuda", "cpu"]

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 import moelink
-from moelink.config import TransportName
 from moelink.control.exchange import TIMEOUT, Peers
 from moelink.control.handshake import compare
 from moelink.control.values import gather_values
 from moelink.env import Variable
 from moelink.errors import ConfigError, UnsupportedError
 from moelink.integrations.versions import require
+from moelink.names import TransportName
 
 _READ: dict[str, Callable[[str], Any]] = {
     "transport": str, "num_sms": int, "timeout": float, "batch_invariant": lambda text: bool(("0", "1").index(text)),

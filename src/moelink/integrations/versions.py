@@ -6,11 +6,13 @@ may call an adapter differently, and the sums would be wrong without an error.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from moelink.errors import UnsupportedError
 
@@ -39,7 +41,10 @@ class Releases:
         >>> Releases("0.3", "0.4", "0.3.0", "torchtitan").has("0.3.1+cpu")
         True
         """
-        return _numbers(self.first) <= _numbers(release) < _numbers(self.end)
+        try:
+            return Version(release).base_version in SpecifierSet(f">={self.first},<{self.end}")
+        except InvalidVersion:
+            return False
 
 
 RELEASES: Mapping[str, Releases] = MappingProxyType(
@@ -75,12 +80,3 @@ def _installed(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
-
-
-def _numbers(release: str) -> tuple[int, ...]:
-    """Return the leading numbers of ``release``: (0, 16, 1) for "0.16.1rc2"."""
-    leading = re.match(r"v?(\d+(?:\.\d+)*)", release)
-    numbers = [int(part) for part in leading[1].split(".")] if leading else [0]
-    while len(numbers) > 1 and numbers[-1] == 0:  # 0.4 and 0.4.0 are the same
-        numbers.pop()
-    return tuple(numbers)

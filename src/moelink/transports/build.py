@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-from moelink.config import EPConfig, TransportName
+from moelink.config import EPConfig
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.group import World, add_data_group, gather_bytes, setting_up
 from moelink.control.handshake import Agreement, agree
@@ -20,6 +20,7 @@ from moelink.memory import Members, NvshmemMemory, PosixMemory, SymmetricMemory,
 from moelink.memory.layout import DispatchMessage, RegionTable
 from moelink.memory.nodes.nvshmem import refuse_rocm
 from moelink.memory.workspace import Workspace
+from moelink.names import TransportName
 from moelink.transports.base import Transport
 from moelink.transports.collective import CollectiveTransport
 from moelink.transports.collective.group_wire import HEADER_FIELDS, GroupWire

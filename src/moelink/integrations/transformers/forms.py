@@ -21,9 +21,9 @@ from torch.nn import functional
 from transformers import activations
 
 import moelink
-from moelink.config import Mode
 from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 from moelink.integrations import settings as common
+from moelink.names import Mode
 from moelink.nn.experts import Activation
 from moelink.ops.gradient_communicators import GRADIENT_FORMATS
 from moelink.rows.activation import Clamp

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import moelink
-from moelink.config import Mode, TransportName
 from moelink.control.exchange import BUSY, Peers
 from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 from moelink.integrations.transformers import adapters as lora
@@ -25,6 +24,7 @@ from moelink.integrations.transformers.padding import Padding
 from moelink.integrations.transformers.ranks import CheckedGenerate, agreed, gradient_norm, has_jitter, sum_gradients
 from moelink.integrations.versions import require
 from moelink.lifetime import peers_of
+from moelink.names import Mode, TransportName
 from moelink.nn.expert_backends import ExpertsBackend
 from moelink.nn.owned import mark_experts, owned_tensors
 from moelink.nn.placement import Placement

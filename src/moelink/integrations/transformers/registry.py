@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 import moelink
-from moelink.config import Mode, TransportName
 from moelink.errors import ClosedError, UnsupportedError
 from moelink.integrations.settings import device_of
 from moelink.integrations.transformers.experts import compute, refuse_form, run_experts
 from moelink.integrations.transformers.forms import Settings, Shape, form_of, topk_of
 from moelink.integrations.versions import require
 from moelink.lifetime import peers_of
+from moelink.names import Mode, TransportName
 from moelink.output import DispatchOutput
 
 

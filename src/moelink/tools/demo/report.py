@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moelink.config import EPConfig, TransportName
+from moelink.config import EPConfig
 from moelink.errors import ConfigError
+from moelink.names import TransportName
 from moelink.routing import ExpertMap
 from moelink.tools.demo.layer import LayerConfig
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from moelink.config import TransportName
 from moelink.errors import MoelinkError
 from moelink.formats import get_format
 from moelink.initialize import init
+from moelink.names import TransportName
 from moelink.tools.common import dequantize_rows
 
 FORMATS = ("bf16", "fp8_block128", "fp8_token", "mxfp8", "mxfp4", "nvfp4")

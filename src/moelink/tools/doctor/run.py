@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from moelink.config import TransportName
 from moelink.control.group import is_launched
 from moelink.control.probe import ProbeServer, probe_all
 from moelink.control.stores import BoundedError, LauncherStore, bounded
 from moelink.errors import ConfigError, UnsupportedError
 from moelink.formats import format_names
+from moelink.names import TransportName
 from moelink.testing import run_ranks
 from moelink.tools.common import rank_device
 from moelink.tools.doctor.board import Board

@@ -29,10 +29,11 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from moelink.config import EPConfig, TransportName
+from moelink.config import EPConfig
 from moelink.errors import ConfigError
 from moelink.levels import crossing
 from moelink.memory.workspace import Workspace
+from moelink.names import TransportName
 from moelink.tools.plan.experts import EXPERT_FORMATS
 from moelink.tools.plan.routing import Statistics
 from moelink.transports.base import Phase
