@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Literal
 
 import torch
@@ -46,8 +47,11 @@ def init(
 ) -> Communicator:
     """Make this rank's communicator. Collective over ``group``, torchrun's world, or one rank without either.
 
-    The fields are those of :class:`moelink.EPConfig`; all ranks must pass the same values. ``device`` is this rank's
-    device (default: the CUDA device of LOCAL_RANK where there is one, else the CPU).
+    All ranks must pass the same values, but for ``device``.
+
+    Args:
+        group: the ranks of the communicator; default: torchrun's world.
+        device: of this rank; default: the CUDA device of LOCAL_RANK, or the CPU of a machine without CUDA devices.
 
     Raises:
         ConfigError: a value is not acceptable; peers get PeerAbortedError.
@@ -113,3 +117,14 @@ def init(
     if endpoint is not None:
         endpoint.collector.add(ep)
     return ep
+
+
+def _described_by_fields(text: str) -> str:
+    """Return a docstring whose arguments begin with the fields of EPConfig, as the class describes them."""
+    lines = (inspect.getdoc(EPConfig) or "").partition("Attributes:\n")[2].splitlines()
+    fields = lines[: next(i for i, line in enumerate(lines) if line.startswith("    rank, world_size:"))]
+    return text.replace("    Args:\n", "\n    ".join(["    Args:", *fields, ""]).removesuffix("    "), 1)
+
+
+if init.__doc__:  # none with python -OO
+    init.__doc__ = _described_by_fields(init.__doc__)

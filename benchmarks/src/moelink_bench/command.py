@@ -2,54 +2,46 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
-import torch
 import typer
 
 from moelink.errors import ConfigError
 from moelink.tools.cli.console import (
     check_writable,
     drawing,
+    format_option,
     make_console,
+    place_of,
     progress_on_stderr,
     to_json,
     write_json,
 )
 from moelink.tools.results import LAYER_BENCHMARK, read_result
-from moelink_bench import PRESETS, make_plan, picture, run_bench
-from moelink_bench.comparisons import gate_line
-from moelink_bench.document import command_line
-from moelink_bench.layer import LAYER_PRESETS, make_layer_plan, run_layer_bench
-from moelink_bench.layer import picture as layer_picture
-from moelink_bench.layer.plan import SHAPES
-from moelink_bench.presets import LAYOUTS, PEERS, DeviceKind
-from moelink_bench.roles_preset import ROLE_PRESETS, make_roles_plan, run_roles
-from moelink_bench.script import SCRIPTS, main_of
-from moelink_bench.view import view
+from moelink_bench.names import (
+    CPU_PRESETS,
+    PEERS,
+    SCRIPTS,
+    CaseName,
+    DeviceKind,
+    LayerPresetName,
+    PeerName,
+    PresetName,
+    RolePresetName,
+)
 
 bench_app = typer.Typer(
     invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
 )
 
-Preset = Enum("Preset", {name: name for name in (*PRESETS, *LAYER_PRESETS, *ROLE_PRESETS)}, type=str)  # type: ignore[misc]
-CaseName = Enum("CaseName", {name: name for name in SHAPES}, type=str)  # type: ignore[misc]
-CPU_PRESETS = ("smoke", "layer-smoke", "roles-smoke")
-PeerChoice = Enum("PeerChoice", {name: name for name in PEERS}, type=str)  # type: ignore[misc]
-LayoutName = Enum("LayoutName", {name: name for name in LAYOUTS}, type=str)  # type: ignore[misc]
-
-
-def default_ranks(device: str) -> int:
-    """Return the launcher's world size, else one rank per CUDA device, or two on a CPU."""
-    if "WORLD_SIZE" in os.environ:
-        return int(os.environ["WORLD_SIZE"])
-    return torch.cuda.device_count() if device == "cuda" else 2
+# A list of options takes no Literal.
+CaseChoice = Enum("CaseChoice", {name: name for name in get_args(CaseName)}, type=str)  # type: ignore[misc]
+PeerChoice = Enum("PeerChoice", {name: name for name in get_args(PeerName)}, type=str)  # type: ignore[misc]
 
 
 def refuse_options(preset: str, given: Mapping[str, object]) -> None:
@@ -62,7 +54,9 @@ def refuse_options(preset: str, given: Mapping[str, object]) -> None:
 @bench_app.callback()
 def bench(
     context: typer.Context,
-    preset: Annotated[Preset, typer.Option(help="What is measured.")] = Preset.decode,  # type: ignore[attr-defined]
+    preset: Annotated[
+        Literal[PresetName, LayerPresetName, RolePresetName], typer.Option(help="Name of the measurement.")
+    ] = "decode",
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -71,19 +65,21 @@ def bench(
         ),
     ] = None,
     case: Annotated[
-        list[CaseName] | None,  # type: ignore[valid-type]
+        list[CaseChoice] | None,  # type: ignore[valid-type]
         typer.Option(help="Model whose layer is measured, of the layer presets; may be repeated. Default: three."),
     ] = None,
     tokens: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens per rank instead of the preset's; may be repeated.")
     ] = None,
     format: Annotated[
-        list[str] | None, typer.Option(help="Dispatch format instead of the preset's; may be repeated.")
+        list[str] | None, format_option("Dispatch format instead of the preset's; may be repeated.")
     ] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size.")] = None,
     topk: Annotated[int | None, typer.Option(min=1, help="Experts per token.")] = None,
     experts: Annotated[int | None, typer.Option(min=1, help="Experts over all ranks.")] = None,
-    layout: Annotated[LayoutName | None, typer.Option(help="Layout of received rows instead of the preset's.")] = None,
+    layout: Annotated[
+        Literal["expert", "rank"] | None, typer.Option(help="Layout of received rows instead of the preset's.")
+    ] = None,
     num_sms: Annotated[
         list[int] | None,
         typer.Option(
@@ -121,49 +117,63 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    name = str(preset.value)
+    name: Any = preset
+    libraries = [one for one in PEERS if one in {str(chosen.value) for chosen in peer or ()}]
+    if libraries and not peers:
+        raise ConfigError("peer", "nothing with --no-peers", ", ".join(libraries))
+    if name not in get_args(PresetName):
+        refuse_options(name, {"peer": libraries, "speed-gate": speed_gate})
+    if name in get_args(LayerPresetName):
+        fixed = {"format": format, "hidden": hidden, "topk": topk, "experts": experts, "layout": layout}
+        refuse_options(name, {**fixed, "num-sms": num_sms})
+    else:
+        refuse_options(name, {"case": [str(one.value) for one in case or ()]})
+    if name in get_args(RolePresetName):
+        refuse_options(name, {"num-sms": num_sms, "seed": seed, "plot": plot and str(plot)})
+    check_writable(out=out, plot=plot)
+    import torch
+
+    from moelink_bench.document import command_line
+
     device: DeviceKind = "cpu" if name in CPU_PRESETS else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("preset", f"{' or '.join(CPU_PRESETS)} on a machine without a CUDA device", name)
     arguments = sys.argv[2:] if sys.argv[1:2] == ["bench"] else sys.argv[1:]  # the latter of python -m moelink_bench
-    world, command = ranks or default_ranks(device), command_line("moelink bench", arguments)
-    libraries = [one for one in PEERS if one in {str(chosen.value) for chosen in peer or ()}]
-    if libraries and not peers:
-        raise ConfigError("peer", "nothing with --no-peers", ", ".join(libraries))
-    if name not in PRESETS:
-        refuse_options(name, {"peer": libraries, "speed-gate": speed_gate})
-    if name not in LAYER_PRESETS:
-        refuse_options(name, {"case": [str(one.value) for one in case or ()]})
+    command = command_line("moelink bench", arguments)
     run: Callable[..., dict[str, Any] | None]
     plan: Any
-    rows_by = None if layout is None else layout.value
-    if name in LAYER_PRESETS:
-        fixed = {"format": format, "hidden": hidden, "topk": topk, "experts": experts, "layout": layout}
-        refuse_options(name, {**fixed, "num-sms": num_sms})
+    if name in get_args(LayerPresetName):
+        from moelink_bench.layer import make_layer_plan, run_layer_bench
+
+        world = place_of(device, ranks, on_cpus=2)[1]
         run, plan = run_layer_bench, make_layer_plan(
             name, ranks=world, device=device, cases=[str(one.value) for one in case or ()], tokens=tokens or (),
             samples=samples, seed=seed, peers=peers, timeout=timeout,
         )  # fmt: skip
-    elif name in ROLE_PRESETS:
-        refuse_options(name, {"num-sms": num_sms, "seed": seed})
+    elif name in get_args(RolePresetName):
+        from moelink_bench.roles_preset import make_roles_plan, run_roles
+
         run, plan = run_roles, make_roles_plan(
             name, device=device, ranks=ranks, tokens=tokens or (), formats=format or (), rounds=samples, peers=peers,
-            timeout=timeout, layout=rows_by, hidden=hidden, experts=experts, topk=topk,
+            timeout=timeout, layout=layout, hidden=hidden, experts=experts, topk=topk,
         )  # fmt: skip
-        if plot is not None:
-            raise ConfigError("plot", f"nothing with --preset {name}, which is not drawn", str(plot))
     else:
+        from moelink_bench.presets import make_plan
+        from moelink_bench.run import run_bench
+
+        world = place_of(device, ranks, on_cpus=2)[1]
         run, plan = run_bench, make_plan(
             name, ranks=world, device=device, tokens=tokens or (), formats=format or (), samples=samples, seed=seed,
             peers=(libraries or PEERS) if peers else (), timeout=timeout, hidden_size=hidden, topk=topk,
-            num_experts=experts, num_sms=num_sms, layout=rows_by,
+            num_experts=experts, num_sms=num_sms, layout=layout,
         )  # fmt: skip
-    check_writable(out, plot)
     with progress_on_stderr() as progress:
         document = run(plan, commit=commit, command=command, progress=progress)
     if document is not None:
         show(document, out=out, plot=plot, json_output=json_output)
         if speed_gate and document["speed_gate"]["passed"] is not True:
+            from moelink_bench.comparisons import gate_line
+
             typer.echo(f"moelink: {gate_line(document)}", err=True)
             raise typer.Exit(3)
 
@@ -176,6 +186,8 @@ def show(document: dict[str, Any], *, out: Path | None, plot: Path | None, json_
     if json_output:
         typer.echo(to_json(document))
     else:
+        from moelink_bench.view import view
+
         console = make_console()
         console.print(view(console, document))
     write_json(document, out)
@@ -190,6 +202,10 @@ def plot_results(
 ) -> None:
     """Draw results: latency against tokens with the wire's limit, share of the ceiling, scaling over ranks; of the
     layer (one result), the time of each contender by its parts."""
+    check_writable(picture=out)
+    from moelink_bench import picture
+    from moelink_bench.layer import picture as layer_picture
+
     draw([read_result(path, {**picture.FORMS, **layer_picture.FORMS}) for path in results], out)
 
 
@@ -199,6 +215,9 @@ def draw(documents: list[dict[str, Any]], path: Path) -> None:
     Raises:
         ConfigError: a result of the layer is not alone.
     """
+    from moelink_bench import picture
+    from moelink_bench.layer import picture as layer_picture
+
     of_layer = [document["benchmark"] == LAYER_BENCHMARK for document in documents]
     if any(of_layer) and len(documents) > 1:
         raise ConfigError("results", "one result of the layer, or results of other presets", f"{len(documents)} files")
@@ -217,6 +236,8 @@ def _script(name: str) -> Callable[[typer.Context], None]:
 
     def start(context: typer.Context) -> None:
         if {"-h", "--help"} & {*context.args}:
+            from moelink_bench.script import main_of
+
             raise typer.Exit(main_of(name)(context.args))
         raise typer.Exit(subprocess.call([sys.executable, "-m", f"moelink_bench.{name}", *context.args]))
 

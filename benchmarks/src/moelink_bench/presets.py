@@ -12,12 +12,9 @@ from moelink.config import EPConfig
 from moelink.errors import ConfigError
 from moelink.formats import get_format
 from moelink.names import Layout
+from moelink_bench.names import LAYOUTS, PEERS, DeviceKind, PeerName, PresetName
 
 Distribution = Literal["uniform", "zipf", "one-rank"]
-DeviceKind = Literal["cuda", "cpu"]
-PeerName = Literal["vdev", "flashinfer"]
-PEERS: tuple[PeerName, ...] = ("vdev", "flashinfer")
-"""Libraries other than moelink: torch's ``all_to_all_vdev_2d``, and FlashInfer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +180,6 @@ def settings_of(usual: Settings, *, seed: int, samples: int | None) -> Settings:
 
 FORMATS = ("bf16", "fp8_block128", "mxfp8", "nvfp4", "mxfp4")
 SM_BUDGETS = (8, 16, 24, 32, 64, None)
-LAYOUTS: tuple[Layout, ...] = ("expert", "rank")
-"""Layouts that are timed. Layout "masked" has the kernels of layout "expert" without the padding."""
 DISTRIBUTIONS: tuple[Distribution, ...] = ("uniform", "zipf", "one-rank")
 SMOKE = Settings(calls=1, samples=1, warmup=0, host_calls=1, host_samples=1, rotation_bytes=0)
 """On CPUs a call of interpreted kernels takes most of a second, and only the harness is of interest."""
@@ -216,7 +211,7 @@ def _layouts() -> tuple[Case, ...]:
 
 
 _SMALL = {"hidden_size": 256, "num_experts": 6, "topk": 2}
-PRESETS: Mapping[str, Callable[[], tuple[Case, ...]]] = MappingProxyType({
+PRESETS: Mapping[PresetName, Callable[[], tuple[Case, ...]]] = MappingProxyType({
     "decode": lambda: _compared([Case(tokens=tokens) for tokens in (1, 8, 32, 128, 256)]),
     "prefill": lambda: _compared([
         *[Case(tokens=tokens) for tokens in (512, 1024, 2048, 4096, 8192)], Case(tokens=4096, format="bf16"),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -22,15 +22,15 @@ from moelink.tools.common import Progress
 from moelink.tools.results import ROLES_BENCHMARK, SYMMETRIC
 from moelink_bench import roles_flashinfer, roles_worker
 from moelink_bench.document import run_head
+from moelink_bench.names import LAYOUTS, DeviceKind, RolePresetName
 from moelink_bench.peers import FLASHINFER, flashinfer_refusal
-from moelink_bench.presets import LAYOUTS, DeviceKind
 from moelink_bench.roles import RANKS, TOKENS, label
 from moelink_bench.roles_process import Worker, compile_all, environment_of, own_source
 from moelink_bench.roles_result import METHOD, bytes_of, comparisons, config_of, rows_of
 from moelink_bench.roles_worker import Case
 from moelink_bench.timing import make_clock
 
-ROLE_PRESETS = ("roles", "roles-smoke")
+ROLE_PRESETS = get_args(RolePresetName)
 SHARE_OF_MEMORY = 0.8
 MEMORY_RULE = (
     f"a case is left out when its inputs, two sets of its outputs and its workspaces, of all ranks, take more than "

@@ -21,6 +21,7 @@ from moelink_bench.comparisons import SHARE_RULE, beside, comparisons_of, passed
 from moelink_bench.contenders import Contender, MoelinkContender, check_transports, compile_calls, open_communicator
 from moelink_bench.document import run_head, to_document
 from moelink_bench.measure import PHASES, measure_contender
+from moelink_bench.names import PeerName
 from moelink_bench.peers import (
     VDEV,
     FlashInferContender,
@@ -30,7 +31,7 @@ from moelink_bench.peers import (
     flashinfer_contenders,
     flashinfer_refusal,
 )
-from moelink_bench.presets import Case, PeerName, Plan
+from moelink_bench.presets import Case, Plan
 from moelink_bench.ranks import CALL_TIMEOUT, joined, reports_of, run_apart, teller
 from moelink_bench.report import RULE, RankReport, RankRow, case_results, judge, overall, rows_of
 from moelink_bench.timing import Captured, Clock, attempt, everyone, first_fault, host_barrier

@@ -10,29 +10,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from moelink.control.group import is_launched
-from moelink.errors import MoelinkError
+from moelink.errors import ArgumentError, ConfigError, MoelinkError
 from moelink_bench.document import command_line, head, results_folder, write
-
-SCRIPTS: Mapping[str, str] = MappingProxyType({
-    "batch_invariance": "Compare a layer with batch_invariant and one without, on CPU ranks.",
-    "collective": "Compare the collective transport with a sort and all_to_all_single, on CPU ranks.",
-    "experts": "Time the grouped products of experts, or launch settings of their fp8 kernel.",
-    "frameworks": "Compare a framework's own dispatcher with moelink in the same layer; by torchrun.",
-    "generate": "Time a transformers model with its own expert parallelism and with moelink; by torchrun.",
-    "host": "Measure host time of calls, or what the operator layer adds to it.",
-    "launchers": "Compare the launchers of moelink.contract with a communicator.",
-    "ncu": "Record hardware counters or stall reasons of each role by Nsight Compute.",
-    "quotients": "Count the corrections that a quotient of a bf16 element by an fp32 scale needs.",
-    "render": "Write the tables of README.md and docs that show results.",
-    "roles": "Compare the kernels of two source trees, role by role, on one device.",
-    "serve": "Serve a tiny model with vLLM on two CPU ranks over moelink, and compare it with one process.",
-    "sweep": "Time launch settings of the symmetric kernels, or pairs of calls; by torchrun.",
-})  # fmt: skip
-"""Name and purpose of each script; the name is that of its module."""
 
 
 def main_of(name: str) -> Callable[[Sequence[str] | None], int]:
@@ -61,7 +43,7 @@ class Script:
     """A benchmark with a command line of its own.
 
     Attributes:
-        name: of :data:`SCRIPTS`.
+        name: of :data:`moelink_bench.names.SCRIPTS`.
         text: of ``--help``; the first line names its purpose.
         options: adds options to those that all scripts have, ``--commit`` and ``--out``.
         run: measures by the arguments, saves the result and returns the exit status.
@@ -76,7 +58,8 @@ class Script:
     out: str = ""
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
-        """Run with ``arguments``, or those of the process. An error of moelink is a line on stderr and status 1."""
+        """Run with ``arguments``, or those of the process. An error of moelink is a line on stderr; the status is 2 for
+        refused arguments, 1 for all other errors."""
         given = list(sys.argv[1:] if arguments is None else arguments)
         parser = parser_of(self.name, self.text)
         parser.add_argument("--commit", help="commit to record, where there is no repository")
@@ -100,7 +83,7 @@ class Script:
             return self.run(args, save)
         except MoelinkError as error:
             print(f"moelink: {error}", file=sys.stderr)
-            return 1
+            return 2 if isinstance(error, (ArgumentError, ConfigError)) else 1
 
 
 def add_numbers(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:

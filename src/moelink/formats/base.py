@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelink.arguments import describe
 from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 
 
@@ -27,6 +28,10 @@ class Quantized:
 
     payload: Tensor
     scales: Tensor | None
+
+    def __repr__(self) -> str:
+        """Dtypes and shapes."""
+        return describe(self, ("payload", "scales"))
 
 
 class ScaleLayout(ABC):

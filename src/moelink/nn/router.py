@@ -31,6 +31,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from moelink.arguments import describe
 from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 from moelink.nn.experts import as_group, grouped_matmul
 from moelink.nn.parameters import ROUTER, KeepsBuffers, draw
@@ -101,6 +102,10 @@ class Routing:
     topk_ids: Tensor
     topk_weights: Tensor
     logits: Tensor
+
+    def __repr__(self) -> str:
+        """Dtypes and shapes."""
+        return describe(self, ("topk_ids", "topk_weights", "logits"))
 
 
 def route(logits: Tensor, config: RouterConfig, *, topk: int, correction_bias: Tensor | None = None) -> Routing:

@@ -20,7 +20,8 @@ from moelink.formats import get_format
 from moelink.output import DispatchOutput
 
 Progress = Callable[[str], None]
-"""Called with one sentence at each step, possibly from another thread."""
+"""Called with one sentence at each step, possibly from another thread. One that ends with ``(2 of 5)`` says how far the
+work is."""
 
 PACKAGES = ("torch", "triton", "numpy")
 """The packages that moelink needs."""
@@ -86,6 +87,20 @@ def followed(progress: Progress) -> Iterator[str]:
         finally:
             stop.set()
             thread.join()
+
+
+class Steps:
+    """Writes the steps of a rank to a file of :func:`followed`, if it has one: ``measuring pairs (3 of 9)``."""
+
+    def __init__(self, path: str | None, total: int) -> None:
+        self._path, self._total, self._ended = path, total, 0
+
+    def end(self, name: str) -> None:
+        """Count a step as done."""
+        self._ended = min(self._ended + 1, self._total)
+        if self._path is not None:
+            with Path(self._path).open("a") as file:
+                file.write(f"{name} ({self._ended} of {self._total})\n")
 
 
 def row_major_scales(recv: DispatchOutput, *, format_name: str, hidden_size: int) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,13 @@ SCHEMA_VERSION = 1
 
 
 def write(document: dict[str, Any], path: str | Path) -> None:
-    """Write a trace in Chrome's format to ``path``, without blanks, as it is large."""
-    Path(path).write_text(json.dumps(document, separators=(",", ":")) + "\n")
+    """Write a trace in Chrome's format to ``path``."""
+    Path(path).write_text(to_text(document) + "\n")
+
+
+def to_text(document: dict[str, Any]) -> str:
+    """Return a trace in Chrome's format as JSON text, without blanks, as it is large."""
+    return json.dumps(document, separators=(",", ":"))
 
 
 class Trace:
@@ -72,6 +78,7 @@ class Trace:
         return {
             "traceEvents": events_of(self.records, unit=self.unit),
             "displayTimeUnit": "ns",
+            "summary": asdict(self.summary()),
             "otherData": {
                 "report": "moelink trace", "schema_version": SCHEMA_VERSION, "moelink": __version__, "unit": self.unit,
                 "clock_errors": list(self.clock_errors), **self.facts,

@@ -1,28 +1,35 @@
 """Define the commands: parse arguments, call the library, print reports.
 
-Data goes to stdout, progress and errors to stderr.
+Data goes to stdout, progress and errors to stderr. Files of commands import torch, and all that needs it, inside of
+functions, so that help, versions, completion and refused arguments take a fraction of a second.
+
+Exit status 0: done; 1: a problem was found, or a rank or the machine failed; 2: refused arguments, before ranks start.
 """
 
+from __future__ import annotations
+
 import dataclasses
-import os
-from enum import Enum
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from moelink.errors import MoelinkError, UnsupportedError
-from moelink.testing import RankFailedError, RankHungError
+import moelink
+from moelink.errors import ArgumentError, ConfigError, MoelinkError, UnsupportedError
 from moelink.tools.cli.console import (
-    Device,
+    DeviceOption,
     JsonOption,
-    Transport,
+    TransportOption,
     bar,
+    check_topk,
+    check_writable,
     drawing,
+    format_option,
+    place_of,
     progress_on_stderr,
     quantity,
     show,
@@ -32,16 +39,32 @@ from moelink.tools.cli.doctor import doctor
 from moelink.tools.cli.environment import env
 from moelink.tools.cli.plan import plan_app
 from moelink.tools.cli.trace import trace
-from moelink.tools.demo import FORMATS, DemoConfig, DemoReport, LayerConfig, bundled_text, run_demo
+
+if TYPE_CHECKING:
+    from moelink.tools.demo import DemoReport
 
 app = typer.Typer(
     name="moelink",
-    help="Expert-parallel dispatch and combine for Mixture-of-Experts models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moelink {moelink.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Expert-parallel dispatch and combine for Mixture-of-Experts models."""
+
 
 COMMANDS = "moelink.commands"
 """Group of the entry points by which other distributions bring commands: each is a ``typer.Typer``, by its name."""
@@ -78,14 +101,14 @@ def demo(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Processes, one rank each. Default: torchrun's world size, or 4.")
     ] = None,
-    format: Annotated[list[str] | None, typer.Option(help="Dispatch format; may be repeated. Default: all.")] = None,
+    format: Annotated[list[str] | None, format_option("Dispatch format; may be repeated. Default: seven.")] = None,
     text: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Text file. Default: Alice's Adventures in Wonderland."),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens (bytes of text) per rank.")] = 512,
-    transport: Annotated[Transport, typer.Option(help="How bytes travel.")] = Transport.auto,
-    device: Annotated[Device, typer.Option(help="Where ranks compute.")] = Device.auto,
+    transport: TransportOption = "auto",
+    device: DeviceOption = "auto",
     experts: Annotated[int, typer.Option(min=1, help="Experts over all ranks.")] = 32,
     topk: Annotated[int, typer.Option(min=1, help="Experts per token.")] = 8,
     hidden: Annotated[int, typer.Option(min=1, help="Hidden size.")] = 384,
@@ -97,13 +120,13 @@ def demo(
     Start it as it is (ranks are processes), or with torchrun on one host or several. Exits with 1 if an error exceeds
     the tolerance of the format and the roundings.
     """
-    if topk > experts:
-        raise typer.BadParameter(f"at most the number of experts ({experts})", param_hint="--topk")
+    check_topk(topk, experts)
+    from moelink.tools.demo import FORMATS, DemoConfig, LayerConfig, bundled_text, run_demo
+
     layer = LayerConfig(num_experts=experts, topk=topk, hidden_size=hidden, seed=seed)
     config = DemoConfig(
-        ranks=ranks or int(os.environ.get("WORLD_SIZE", "4")), tokens_per_rank=tokens,
-        formats=tuple(format or FORMATS), transport=transport.value,
-        device=device.value, layer=layer,
+        ranks=place_of("cpu", ranks, on_cpus=4)[1], tokens_per_rank=tokens, formats=tuple(format or FORMATS),
+        transport=transport, device=device, layer=layer,
     )  # fmt: skip
     with progress_on_stderr() as progress:
         report = run_demo(config, text.read_bytes() if text else bundled_text(), progress)
@@ -166,13 +189,6 @@ def demo_view(console: Console, report: DemoReport) -> RenderableType:
     )
 
 
-class Along(str, Enum):
-    """Choices of --along."""
-
-    steps = "steps"
-    layers = "layers"
-
-
 @app.command()
 def plot(
     reports: Annotated[
@@ -180,7 +196,8 @@ def plot(
     ],
     out: Annotated[Path, typer.Option(help="Picture to write (.png or .svg).")],
     along: Annotated[
-        Along | None, typer.Option(help="Columns of the heat map. Default: steps when there is one layer to show.")
+        Literal["steps", "layers"] | None,
+        typer.Option(help="Columns of the heat map. Default: steps when there is one layer to show."),
     ] = None,
     layer: Annotated[str | None, typer.Option(help="Show this layer only.")] = None,
 ) -> None:
@@ -188,18 +205,35 @@ def plot(
 
     Give the files of all ranks of a run to see all tokens; of some, to see theirs.
     """
+    check_writable(picture=out)
     from moelink.tools.plots.maps import draw_load, load_layers
 
     layers = load_layers(reports)
     with drawing(out):
-        draw_load(layers, out, along=None if along is None else along.value, layer=layer)
+        draw_load(layers, out, along=along, layer=layer)
 
 
 def run(command: typer.Typer = app) -> int:
-    """Run the command line of this process; errors of moelink and of ranks go to stderr and give exit status 1."""
+    """Run the command line of this process. An error of moelink is a line on stderr, a rank's also its traceback.
+
+    Returns:
+        the exit status: 2 for settings and arguments that moelink refuses, as for those that typer does; 1 for all
+        other errors.
+    """
     try:
         command()
-    except (MoelinkError, RankFailedError, RankHungError) as error:
+    except SystemExit:  # before the last clause, which imports torch
+        raise
+    except MoelinkError as error:
+        typer.echo(f"moelink: {error}", err=True)
+        return 2 if isinstance(error, (ConfigError, ArgumentError)) else 1
+    except _errors_of_ranks() as error:
         typer.echo(f"moelink: {error}", err=True)
         return 1
     return 0
+
+
+def _errors_of_ranks() -> tuple[type[Exception], ...]:
+    from moelink.testing import RankFailedError, RankHungError
+
+    return RankFailedError, RankHungError

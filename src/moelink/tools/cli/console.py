@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-import torch
 import typer
 from rich import box
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from moelink.errors import MoelinkError
+from moelink.names import BuiltInFormat, DeviceChoice, TransportName
 
 PLAIN_WIDTH = 120
 """Columns of output that does not go to a terminal."""
@@ -25,27 +26,45 @@ BAR = 40
 """Columns of the longest bar."""
 
 
-class Transport(str, Enum):
-    """Choices of --transport."""
-
-    auto = "auto"
-    collective = "collective"
-    symmetric = "symmetric"
+FORMATS: tuple[str, ...] = get_args(BuiltInFormat)
+"""Names that --format takes."""
 
 
-class Device(str, Enum):
-    """Choices of --device."""
+def format_option(help: str) -> Any:
+    """Return an option that takes the name of a built-in format, or several."""
+    return typer.Option(help=help, callback=_known_formats, autocompletion=lambda: list(FORMATS))
 
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
-    @property
-    def kind(self) -> str:
-        """The kind of device; of auto, "cuda" if there is a device."""
-        if self is Device.auto:
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        return str(self.value)
+def _known_formats(value: Any) -> Any:
+    for name in [value] if isinstance(value, str) else value or ():
+        if name not in FORMATS:
+            raise typer.BadParameter(f"expected one of {', '.join(FORMATS)}, got {name!r}")
+    return value
+
+
+def check_topk(topk: int, experts: int) -> None:
+    """Refuse more experts of a token than there are."""
+    if topk > experts:
+        raise typer.BadParameter(f"expected at most the number of experts, {experts}, got {topk}", param_hint="--topk")
+
+
+def place_of(device: DeviceChoice, ranks: int | None, on_cpus: int) -> tuple[str, int]:
+    """Return the kind of the ranks' devices, "cuda" or "cpu", and the number of ranks.
+
+    That number is a launcher's world size, or ``ranks``, or by default that of CUDA devices, and ``on_cpus`` on CPUs.
+    Refuses another number than the launcher's, and more CUDA devices than the machine has.
+    """
+    import torch
+
+    world, devices = os.environ.get("WORLD_SIZE"), torch.cuda.device_count()
+    if world is not None and ranks not in (None, int(world)):
+        raise typer.BadParameter(f"expected {world}, the launcher's, or no value, got {ranks}", param_hint="--ranks")
+    kind = ("cuda" if devices else "cpu") if device == "auto" else device
+    count = int(world) if world is not None else ranks or (devices if kind == "cuda" else on_cpus)
+    if kind == "cuda" and (devices == 0 or (world is None and count > devices)):
+        hint = "--device" if devices == 0 else "--ranks"
+        raise typer.BadParameter(f"expected at most {devices} CUDA devices, got {max(1, count)}", param_hint=hint)
+    return kind, count
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -81,6 +100,8 @@ def bar(console: Console, value: int, largest: int) -> str:
     return ("█" if console.is_terminal and console.encoding.startswith("utf") else "#") * columns
 
 
+DeviceOption = Annotated[DeviceChoice, typer.Option(help="Device of each rank; auto: CUDA if the machine has any.")]
+TransportOption = Annotated[TransportName, typer.Option(help="How bytes travel.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 OutOption = Annotated[Path | None, typer.Option(help="Write the result there, as JSON.")]
 
@@ -110,9 +131,12 @@ def write_json(document: dict[str, Any], path: Path | None) -> None:
         raise _unwritable(path, error) from error
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Refuse paths that cannot be written, before the work for them starts; folders are made."""
-    for path in paths:
+def check_writable(*, out: Path | None = None, plot: Path | None = None, picture: Path | None = None) -> None:
+    """Refuse files that cannot be written, before the work for them starts. Makes their folders.
+
+    ``out`` is the value of --out, ``plot`` and ``picture`` are pictures, those of --plot and of --out.
+    """
+    for hint, path in (("--out", out), ("--plot", plot), ("--out", picture)):
         if path is None:
             continue
         try:
@@ -122,7 +146,22 @@ def check_writable(*paths: Path | None) -> None:
             if new:
                 path.unlink()
         except OSError as error:
-            raise _unwritable(path, error) from error
+            reason = f"cannot write {path}: {error.strerror or error}"
+            raise typer.BadParameter(reason, param_hint=hint) from error
+        if path in (plot, picture):
+            _check_suffix(path, hint)
+
+
+def _check_suffix(path: Path, hint: str) -> None:
+    """Refuse a picture whose suffix matplotlib does not know. One line and exit status 1 without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        typer.echo(f"moelink: cannot draw: {error} (pip install 'moelink[plot]')", err=True)
+        raise typer.Exit(1) from error
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise typer.BadParameter(f"expected a file of {', '.join(known)}, got {str(path)!r}", param_hint=hint)
 
 
 def _unwritable(path: Path, error: OSError) -> typer.Exit:
@@ -132,27 +171,25 @@ def _unwritable(path: Path, error: OSError) -> typer.Exit:
 
 @contextmanager
 def drawing(path: Path) -> Iterator[None]:
-    """Make the folders of ``path`` for a block that draws into it.
-
-    One line and exit status 1 without matplotlib, or if drawing fails (an unknown suffix, no data).
-    Errors of moelink go on as they are.
-    """
-    check_writable(path)
+    """Run a block that draws into ``path``. One line and exit status 1 if that fails; errors of moelink pass."""
     try:
         yield
     except MoelinkError:
         raise
     except OSError as error:
         raise _unwritable(path, error) from error
-    except (ImportError, ValueError) as error:
-        hint = " (pip install 'moelink[plot]')" if isinstance(error, ImportError) else ""
-        typer.echo(f"moelink: cannot draw: {error}{hint}", err=True)
+    except ValueError as error:
+        typer.echo(f"moelink: cannot draw: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+_STEPS = re.compile(r" \((\d+) of (\d+)\)$")
 
 
 @contextmanager
 def progress_on_stderr() -> Iterator[Callable[[str], None]]:
-    """Show steps: a spinner on a terminal, one line per step elsewhere, nothing on a launcher's ranks other than 0."""
+    """Show steps: a bar with the time left on a terminal, one line per step elsewhere, nothing on a launcher's ranks
+    other than 0. ``(2 of 5)`` at the end of a step says how far the work is."""
     if os.environ.get("RANK", "0") != "0":
         yield lambda message: None
         return
@@ -160,5 +197,13 @@ def progress_on_stderr() -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         yield lambda message: console.print(message)
         return
-    with console.status("") as status:
-        yield lambda message: status.update(message)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("", total=None)
+
+        def step(message: str) -> None:
+            found = _STEPS.search(message)
+            how_far = {} if found is None else {"completed": int(found[1]), "total": int(found[2])}
+            bars.update(task, description=_STEPS.sub("", message), **how_far)
+
+        yield step

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from typing import Annotated, Any
+import itertools
+import statistics
+from collections import defaultdict
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from moelink.tools.cli.console import (
-    Device,
+    DeviceOption,
     JsonOption,
     OutOption,
-    Transport,
+    TransportOption,
     check_writable,
+    format_option,
+    place_of,
     progress_on_stderr,
     quantity,
     show,
     table,
     write_json,
 )
-from moelink.tools.doctor import Examination, Problem, diagnose, run_doctor
-from moelink.tools.doctor.formats import FORMATS
-from moelink.tools.doctor.pairs import link_of
+
+if TYPE_CHECKING:
+    from moelink.tools.doctor import Examination, Problem
+    from moelink.tools.doctor.pairs import Pair
 
 SCHEMA_VERSION = 1
 RED = "bold red"
@@ -36,9 +40,9 @@ def doctor(
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks to start here. Default: the CUDA devices; 4 on CPUs.")
     ] = None,
-    device: Annotated[Device, typer.Option(help="Where ranks are; auto: on CUDA devices if there are.")] = Device.auto,
-    format: Annotated[list[str] | None, typer.Option(help="Format to try; may be repeated. Default: all.")] = None,
-    transport: Annotated[Transport, typer.Option(help="Transport to try formats over.")] = Transport.auto,
+    device: DeviceOption = "auto",
+    format: Annotated[list[str] | None, format_option("Format to try; may be repeated. Default: six.")] = None,
+    transport: TransportOption = "auto",
     timeout: Annotated[float, typer.Option(min=1, help="Seconds after which it reports its findings.")] = 60.0,
     out: OutOption = None,
     json_output: JsonOption = False,
@@ -46,16 +50,20 @@ def doctor(
     """Examine the machines of a job before it starts; exit status 1 when something is wrong.
 
     Run it as the job: under torchrun on all machines, or alone for the devices of this one. It compares versions, tests
-    the connections of ranks, measures every pair, and sends tokens through every format and back.
+    the connections of ranks, measures every pair, and sends tokens through every format and back. It measures a pair
+    that looks slow twice more before it reports the pair.
     """
-    check_writable(out)
-    kind = device.kind
-    count = ranks or (torch.cuda.device_count() if kind == "cuda" else 4)
+    check_writable(out=out)
+    kind, count = place_of(device, ranks, on_cpus=4)
+    from moelink.tools.doctor import diagnose, run_doctor
+    from moelink.tools.doctor.formats import FORMATS
+
     with progress_on_stderr() as progress:
-        progress(f"examining {os.environ.get('WORLD_SIZE', count)} ranks")
+        progress(f"examining {count} ranks")
         found = run_doctor(
-            count, device=kind, formats=tuple(format or FORMATS), transport=transport.value, timeout=timeout
-        )
+            count, device=kind, formats=tuple(format or FORMATS), transport=transport, timeout=timeout,
+            progress=progress,
+        )  # fmt: skip
     if found is None:  # another rank of the launcher reports
         return
     problems = diagnose(found)
@@ -100,35 +108,74 @@ def ranks_table(console: Console, found: Examination, problems: list[Problem]) -
     return grid
 
 
+MOST_BLOCKS, CELL = 16, 7
+"""Most rows of the matrix of pairs, and the columns of the terminal that a cell takes."""
+
+
 def pairs_table(console: Console, found: Examination, problems: list[Problem]) -> Table:
-    """Render the measurements of each pair of ranks."""
-    grid = table(console, "Pairs")
-    for name in ("ranks", "link", "latency, us", "GB/s"):
-        grid.add_column(name, justify="left" if name == "link" else "right")
+    """Render the measurements of all pairs as a matrix of ranks: rates above the diagonal, latencies below it.
+
+    If the ranks are too many for the terminal, a row and a column are a block of consecutive ranks, and a cell has the
+    lowest rate or the highest latency of its pairs.
+    """
+    ranks = len(found.facts)
+    size = -(-ranks // max(2, min(MOST_BLOCKS, (console.width - 10) // CELL)))
+    names = [str(begin) if size == 1 else f"{begin}-{min(begin + size, ranks) - 1}" for begin in range(0, ranks, size)]
+    rates: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    latencies: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    for pair in found.pairs:
+        rates[pair.first // size, pair.second // size].append(pair.gb_per_s)
+        latencies[pair.second // size, pair.first // size].append(pair.latency_us)
+    named = {problem.where for problem in problems}
+    wrong = {
+        cell
+        for first, second in itertools.combinations(range(ranks), 2)
+        if f"ranks {first} and {second}" in named
+        for cell in ((first // size, second // size), (second // size, first // size))
+    }
+    grid = table(console, "Pairs: GB/s above the diagonal, latency in us below it" + "; worst of a block" * (size > 1))
+    grid.add_column("", justify="right")
+    for name in names:
+        grid.add_column(name, justify="right", no_wrap=True)
+    for row, name in enumerate(names):
+        cells = []
+        for column in range(len(names)):
+            # Inside a block are pairs of both kinds; the diagonal shows their rates.
+            worst = [f"{min(rates[row, column]):.3g}"] if rates[row, column] else []
+            if row > column and latencies[row, column]:
+                worst = [f"{max(latencies[row, column]):.0f}"]
+            cells.append(Text("".join(worst) or "-", RED if (row, column) in wrong else ""))
+        grid.add_row(name, *cells)
+    return grid
+
+
+def links_text(found: Examination) -> Text:
+    """Render the rates and latencies of each kind of link, and the number of pairs that were measured again."""
+    from moelink.tools.doctor.pairs import link_of
+
+    by_link: defaultdict[str, list[Pair]] = defaultdict(list)
     for pair in found.pairs:
         one, other = found.facts[pair.first], found.facts[pair.second]
         assert one is not None
         assert other is not None
-        where = f"ranks {pair.first} and {pair.second}"
-        grid.add_row(
-            *[
-                _marked(text, where, problems)
-                for text in (
-                    f"{pair.first} - {pair.second}", link_of(one, other), f"{pair.latency_us:.0f}",
-                    f"{pair.gb_per_s:.3g}",
-                )
-            ]
-        )  # fmt: skip
-    for (first, second), _ in (found.broken or {}).items():
-        grid.add_row(Text(f"{first} - {second}", RED), *[Text("-", RED)] * 3)
-    return grid
+        by_link[link_of(one, other)].append(pair)
+    lines = []
+    for link, pairs in by_link.items():
+        rates, latencies = [each.gb_per_s for each in pairs], [each.latency_us for each in pairs]
+        again = sum(each.samples > 1 for each in pairs)
+        lines.append(
+            f"{link}: {len(pairs)} pairs, {min(rates):.3g} to {max(rates):.3g} GB/s (median "
+            f"{statistics.median(rates):.3g}), {min(latencies):.0f} to {max(latencies):.0f} us (median "
+            f"{statistics.median(latencies):.0f})" + f"; {again} looked slow and were measured again" * (again > 0)
+        )
+    return Text("\n".join(lines))
 
 
 def doctor_view(console: Console, found: Examination, problems: list[Problem]) -> RenderableType:
     """Render the whole examination."""
     parts: list[RenderableType] = [ranks_table(console, found, problems), ""]
     if found.pairs or found.broken:
-        parts += [pairs_table(console, found, problems), ""]
+        parts += [pairs_table(console, found, problems), links_text(found), ""]
     if found.formats:
         names = dict.fromkeys(name for each in found.formats for name in each or {})
         words = [_marked(name, f"format {name}", problems) for name in names]

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from moelink.errors import ConfigError
-from moelink.tools.cli.console import JsonOption, OutOption, drawing, show, write_json
-from moelink.tools.cli.plan_view import check_view, plan_view
-from moelink.tools.documents import printable
-from moelink.tools.plan import (
-    Constants,
-    Layer,
-    MachineExperts,
-    load_constants,
-    load_expert_constants,
-    make_plan,
-    make_routing,
-    packaged_constants,
-    packaged_expert_constants,
-    parse_ranks,
-    to_document,
+from moelink.tools.cli.console import (
+    JsonOption,
+    OutOption,
+    check_topk,
+    check_writable,
+    drawing,
+    format_option,
+    show,
+    write_json,
 )
-from moelink.tools.plan import experts_fit as layers_fit
-from moelink.tools.plan import fit as fitting
-from moelink.tools.plan.check_layer import compare_layer
-from moelink.tools.plan.experts_fit import fit_experts, load_expert_points
+from moelink.tools.documents import printable
 from moelink.tools.results import LAYER_BENCHMARK, SYMMETRIC, read_result
+
+if TYPE_CHECKING:
+    from moelink.tools.plan import Constants, MachineExperts
 
 plan_app = typer.Typer(
     invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -49,20 +42,6 @@ ResultsArgument = Annotated[
 ContenderOption = Annotated[str, typer.Option(help="Whose times: a contender of the bench.")]
 
 
-class Transport(str, Enum):
-    """Choices of --transport."""
-
-    symmetric = "symmetric"
-    collective = "collective"
-
-
-class ExpertFormat(str, Enum):
-    """Choices of --expert-format."""
-
-    bf16 = "bf16"
-    fp8_block128 = "fp8_block128"
-
-
 @plan_app.callback()
 def plan(
     context: typer.Context,
@@ -72,18 +51,20 @@ def plan(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per rank and call.")] = 128,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks: 8, or 2,4,24, or 8..2048 (doubling).")] = "8..64",
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks that share NVLink.")] = 8,
-    format: Annotated[str, typer.Option(help="Dispatch format.")] = "fp8_block128",
+    format: Annotated[str, format_option("Dispatch format.")] = "fp8_block128",
     combine_format: Annotated[
-        str | None, typer.Option(help="Format in which rows come home: fp8_block128 or mxfp8. Default: bf16.")
+        Literal["fp8_block128", "mxfp8"] | None, typer.Option(help="Format in which rows come home. Default: bf16.")
     ] = None,
     capacity: Annotated[int | None, typer.Option(min=0, help="Rows of dispatch's output. Default: worst case.")] = None,
-    transport: Annotated[Transport, typer.Option(help="Whose messages are counted.")] = Transport.symmetric,
+    transport: Annotated[
+        Literal["symmetric", "collective"], typer.Option(help="Transport whose messages are counted.")
+    ] = "symmetric",
     intermediate: Annotated[
         int, typer.Option(min=0, help="Columns of an expert's gate and of up; 0 leaves the experts out.")
     ] = 2048,
     expert_format: Annotated[
-        ExpertFormat, typer.Option(help="Of the experts' weights and products.")
-    ] = ExpertFormat.fp8_block128,
+        Literal["bf16", "fp8_block128"], typer.Option(help="Format of the experts' weights and products.")
+    ] = "fp8_block128",
     routing: Annotated[str, typer.Option(help="uniform, zipf, or a .npy file of topk_ids [tokens, topk].")] = "uniform",
     redundant: Annotated[int, typer.Option(min=0, help="More physical experts, to place experts by load.")] = 0,
     nvlink: Annotated[float | None, typer.Option(help="Assume: GB/s of a rank's NVLink, one direction.")] = None,
@@ -112,10 +93,15 @@ def plan(
     """
     if context.invoked_subcommand is not None:
         return
+    check_topk(topk, experts)
+    check_writable(out=out, plot=plot)
+    from moelink.tools.cli.plan_view import plan_view
+    from moelink.tools.plan import Layer, make_plan, make_routing, parse_ranks, to_document
+
     layer = Layer(
         num_experts=experts, topk=topk, hidden_size=hidden, tokens=tokens, dispatch_format=format,
-        combine_format=combine_format, capacity=capacity, transport=transport.value,
-        intermediate_size=intermediate or None, expert_format=expert_format.value,
+        combine_format=combine_format, capacity=capacity, transport=transport,
+        intermediate_size=intermediate or None, expert_format=expert_format,
     )  # fmt: skip
     if compare and layer.transport != "symmetric":
         raise ConfigError("transport", "'symmetric' with --compare (the collective one has one level)", layer.transport)
@@ -157,6 +143,12 @@ def check(
 
     Results of the layer's benchmark are compared too: the experts, and all of the layer but its routing.
     """
+    check_writable(out=out)
+    from moelink.tools.cli.plan_view import check_view
+    from moelink.tools.plan import experts_fit as layers_fit
+    from moelink.tools.plan import fit as fitting
+    from moelink.tools.plan.check_layer import compare_layer
+
     forms = {**fitting.FORMS, LAYER_BENCHMARK: layers_fit.FORMS[LAYER_BENCHMARK]}
     documents = {path: read_result(path, forms) for path in results}
     of_layers = {path: found for path, found in documents.items() if found["benchmark"] == LAYER_BENCHMARK}
@@ -195,6 +187,10 @@ def fit(
     json_output: JsonOption = False,
 ) -> None:
     """Make constants of measured times, for --constants. More numbers of ranks and tokens make better ones."""
+    check_writable(out=out)
+    from moelink.tools.cli.plan_view import check_view
+    from moelink.tools.plan import fit as fitting
+
     points = fitting.load_points(results, contender=contender)
     document = fitting.fit(points, contender=contender)
     write_json(document, out)
@@ -211,6 +207,9 @@ def fit_experts_command(
     out: Annotated[Path, typer.Option(help="File of constants to write, for --expert-constants.")],
 ) -> None:
     """Make constants of the experts' products of measured times."""
+    check_writable(out=out)
+    from moelink.tools.plan.experts_fit import fit_experts, load_expert_points
+
     document = fit_experts(load_expert_points(results))
     write_json(document, out)
     formats = ", ".join(document["formats"])
@@ -219,11 +218,15 @@ def fit_experts_command(
 
 def read_constants(path: Path | None) -> Constants:
     """Return the constants of ``path``, or those of the package."""
+    from moelink.tools.plan import load_constants, packaged_constants
+
     return packaged_constants() if path is None else load_constants(path)
 
 
 def read_expert_constants(path: Path | None) -> MachineExperts:
     """Return the constants of experts of ``path``, or those of the package."""
+    from moelink.tools.plan import load_expert_constants, packaged_expert_constants
+
     return packaged_expert_constants() if path is None else load_expert_constants(path)
 
 

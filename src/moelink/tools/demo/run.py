@@ -153,7 +153,7 @@ def run_all_ranks(config: DemoConfig, text: bytes, progress: Progress) -> list[l
     steps = itertools.count(1)
 
     def finished(name: str) -> None:
-        progress(f"{name}: dispatched, computed and combined ({next(steps)} of {len(config.formats)})")
+        progress(f"{name}: dispatched, computed and combined ({next(steps)} of {2 * len(config.formats)})")
 
     with followed(finished) as path:
         if is_launched():
@@ -189,10 +189,11 @@ def run_demo(config: DemoConfig, text: bytes, progress: Progress = lambda messag
     truth = Truth.compute(config, text)
     results = []
     for index, name in enumerate(config.formats):
-        progress(f"{name}: comparing with the layer in one process ({index + 1} of {len(config.formats)})")
         parts = [outputs[index] for outputs in by_rank]
         out = torch.from_numpy(np.concatenate([part.out for part in parts]))
         results.append(judge(name, out, parts, truth))
+        count = len(config.formats)
+        progress(f"{name}: compared with the layer in one process ({count + index + 1} of {2 * count})")
     return DemoReport(
         config=config, device="cuda" if config.uses_cuda else "cpu", num_tokens=len(text),
         tokens_by_rank_and_expert=truth.tokens_by_rank_and_expert, remote_copies=truth.remote_copies,

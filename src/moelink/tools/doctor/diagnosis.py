@@ -180,7 +180,8 @@ def _slow(found: Examination, facts: Mapping[int, Mapping[str, Any]]) -> Iterato
         yield Problem(f"ranks {first} and {second}", f"expected messages to pass, got {reason}", "check their link")
     for pair, what in slow_pairs(found.pairs, facts):
         advice = "check the link between them, and what else uses it"
-        yield Problem(f"ranks {pair.first} and {pair.second}", what, advice)
+        times = f" at best, in {pair.samples} measurements" if pair.samples > 1 else ""
+        yield Problem(f"ranks {pair.first} and {pair.second}", what + times, advice)
 
 
 def slow_pairs(

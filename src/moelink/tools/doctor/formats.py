@@ -10,7 +10,7 @@ from moelink.errors import MoelinkError
 from moelink.formats import get_format
 from moelink.initialize import init
 from moelink.names import TransportName
-from moelink.tools.common import dequantize_rows
+from moelink.tools.common import Progress, dequantize_rows
 
 FORMATS = ("bf16", "fp8_block128", "fp8_token", "mxfp8", "mxfp4", "nvfp4")
 HIDDEN, TOKENS = 256, 16
@@ -44,9 +44,10 @@ def round_trip(
 
 
 def round_trips(
-    names: Sequence[str], *, rank: int, world_size: int, device: torch.device, transport: TransportName, timeout: float
-) -> dict[str, str]:
-    """Try :func:`round_trip` of each format: "ok", or the error.
+    names: Sequence[str], *, rank: int, world_size: int, device: torch.device, transport: TransportName, timeout: float,
+    step: Progress,
+) -> dict[str, str]:  # fmt: skip
+    """Try :func:`round_trip` of each format: "ok", or the error. ``step`` gets the name of each.
 
     After an error the rest is not tried, because ranks may be out of step.
     """
@@ -57,6 +58,7 @@ def round_trips(
                 name, rank=rank, world_size=world_size, device=device, transport=transport, timeout=timeout
             )
             said[name] = f"{wrong} of {TOKENS} tokens came home changed" if wrong else "ok"
+            step(f"format {name}")
         except (MoelinkError, RuntimeError) as error:
             said[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             break

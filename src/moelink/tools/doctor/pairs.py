@@ -33,17 +33,19 @@ class Pair:
     Attributes:
         latency_us: half of a round trip of 8 bytes, the median of several.
         gb_per_s: 10**9 bytes a second of a large message, the slower one of both directions, each the best of several.
+        samples: how often the pair was measured; more than once if it looked slow.
     """
 
     first: int
     second: int
     latency_us: float
     gb_per_s: float
+    samples: int = 1
 
     def better(self, other: Pair) -> Pair:
         """Return the best of two measurements of one pair: the lower latency, the higher rate."""
         latency, rate = min(self.latency_us, other.latency_us), max(self.gb_per_s, other.gb_per_s)
-        return Pair(self.first, self.second, latency, rate)
+        return Pair(self.first, self.second, latency, rate, self.samples + other.samples)
 
 
 class Wire(Protocol):

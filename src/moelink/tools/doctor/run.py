@@ -19,7 +19,7 @@ from moelink.errors import ConfigError, UnsupportedError
 from moelink.formats import format_names
 from moelink.names import TransportName
 from moelink.testing import run_ranks
-from moelink.tools.common import rank_device
+from moelink.tools.common import Progress, Steps, followed, rank_device
 from moelink.tools.doctor.board import Board
 from moelink.tools.doctor.diagnosis import Examination, slow_pairs
 from moelink.tools.doctor.facts import facts_of
@@ -37,10 +37,10 @@ _LAST_SECONDS = 2.0
 
 def run_doctor(
     ranks: int | None, *, device: str, formats: Sequence[str] = FORMATS, transport: TransportName = "auto",
-    timeout: float = SECONDS,
+    timeout: float = SECONDS, progress: Progress = lambda message: None,
 ) -> Examination | None:  # fmt: skip
     """Examine the ranks of a launcher, or ``ranks`` processes started here. None on a launcher's ranks but the first
-    that a rank has heard of.
+    that a rank has heard of. ``progress`` gets the steps of ranks that were started here.
 
     Raises:
         ConfigError: the launcher's variables are incomplete, or a format has no such name.
@@ -54,15 +54,17 @@ def run_doctor(
         found = rank_main(launcher.rank, launcher.world_size, device, tuple(formats), transport, timeout)
         first = next(rank for rank, facts in enumerate(found.facts) if facts is not None or rank == launcher.rank)
         return found if launcher.rank == first else None
-    return run_ranks(  # type: ignore[no-any-return]
-        rank_main, ranks or 1, device, tuple(formats), transport, timeout, timeout=timeout + 30
-    )[0]
+    with followed(progress) as path:
+        return run_ranks(  # type: ignore[no-any-return]
+            rank_main, ranks or 1, device, tuple(formats), transport, timeout, path, timeout=timeout + 30
+        )[0]
 
 
 def rank_main(
-    rank: int, world_size: int, device: str, formats: Sequence[str], transport: TransportName, timeout: float
-) -> Examination:
-    """Run one rank of the examination, as torchrun's variables number it."""
+    rank: int, world_size: int, device: str, formats: Sequence[str], transport: TransportName, timeout: float,
+    path: str | None = None,
+) -> Examination:  # fmt: skip
+    """Run one rank of the examination, as torchrun's variables number it. Rank 0 writes steps to ``path``."""
     deadline = time.monotonic() + timeout
     place = rank_device(device, interprets=transport == "symmetric")
     launcher = LauncherStore()
@@ -74,8 +76,9 @@ def rank_main(
             f"got {str(error) or 'no answer'}; set MASTER_ADDR and MASTER_PORT to it, and open the port"
         ) from error
     board = Board(PrefixStore("moelink-doctor", store), rank=rank, world_size=world_size, deadline=deadline)
+    steps = Steps(path if rank == 0 else None, 2 + (world_size > 1) + len(rounds(world_size)) + len(formats))
     try:
-        return examine(board, place, store=store, formats=formats, transport=transport)
+        return examine(board, place, store=store, formats=formats, transport=transport, step=steps.end)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -93,10 +96,12 @@ def examine(
     formats: Sequence[str] = FORMATS,
     transport: TransportName = "auto",
     make_wire: Callable[[torch.device], Wire] = GroupWire,
+    step: Progress = lambda name: None,
 ) -> Examination:
-    """Examine the ranks of ``board``. Collective; every rank returns what all found."""
+    """Examine the ranks of ``board``. Collective; every rank returns what all found. ``step`` gets the name of each
+    step that has ended."""
     found: dict[str, Any] = {}
-    _examine(board, device, found, store=store, formats=formats, transport=transport, make_wire=make_wire)
+    _examine(board, device, found, store=store, formats=formats, transport=transport, make_wire=make_wire, step=step)
     return Examination(**found, odd=board.odd)
 
 
@@ -109,26 +114,31 @@ def _examine(
     formats: Sequence[str],
     transport: TransportName,
     make_wire: Callable[[torch.device], Wire],
+    step: Progress,
 ) -> None:
     found["facts"] = board.share("facts", facts_of(device), (board.deadline - time.monotonic()) / 3)
+    step("facts of ranks")
     if None in found["facts"]:
         return
     found["times"] = board.share("times", time.time())
     found["reached"] = _reach(board)
+    step("connections of ranks")
     if board.world_size > 1:
         if any(each is None or set(each.values()) - {"answers"} for each in found["reached"]):
             return
         found["mesh"] = board.share("mesh", _connect(board, device, store))
+        step("process group")
         if set(found["mesh"]) != {"ok"}:
             return
-        found["pairs"], found["broken"] = _measure_all(board, device, make_wire(device), found["facts"])
+        found["pairs"], found["broken"] = _measure_all(board, device, make_wire(device), found["facts"], step)
         if found["broken"]:
             return
     left = [each for each in board.share("seconds", board.deadline - time.monotonic()) if each is not None]
     timeout = max(1.0, min(left) / 2)  # init compares it over the ranks
     said = round_trips(
-        formats, rank=board.rank, world_size=board.world_size, device=device, transport=transport, timeout=timeout
-    )
+        formats, rank=board.rank, world_size=board.world_size, device=device, transport=transport, timeout=timeout,
+        step=step,
+    )  # fmt: skip
     found["formats"] = board.share("formats", said)
 
 
@@ -174,7 +184,7 @@ def _connect(board: Board, device: torch.device, store: Any) -> str:
 
 
 def _measure_all(
-    board: Board, device: torch.device, wire: Wire, facts: Sequence[Any]
+    board: Board, device: torch.device, wire: Wire, facts: Sequence[Any], step: Progress
 ) -> tuple[list[Pair], dict[tuple[int, int], str]]:
     """Measure all pairs, and pairs that look slow again; their best measurement counts.
 
@@ -184,10 +194,10 @@ def _measure_all(
     best: dict[tuple[int, int], Pair] = {}
     chosen = {pair for together in rounds(board.world_size) for pair in together}
     for attempt in range(1 + SLOW_AGAIN):
-        pairs, broken = _measure_some(board, device, wire, chosen, attempt)
+        pairs, broken = _measure_some(board, device, wire, chosen, attempt, step)
         for pair in pairs:
             place = pair.first, pair.second
-            best[place] = pair.better(best.get(place, pair))
+            best[place] = pair.better(best[place]) if place in best else pair
         found = sorted(best.values(), key=lambda pair: (pair.first, pair.second))
         chosen = {(pair.first, pair.second) for pair, _ in slow_pairs(found, facts)}
         if broken or not chosen:
@@ -196,7 +206,7 @@ def _measure_all(
 
 
 def _measure_some(
-    board: Board, device: torch.device, wire: Wire, chosen: set[tuple[int, int]], attempt: int
+    board: Board, device: torch.device, wire: Wire, chosen: set[tuple[int, int]], attempt: int, step: Progress
 ) -> tuple[list[Pair], dict[tuple[int, int], str]]:
     pairs: list[Pair] = []
     broken: dict[tuple[int, int], str] = {}
@@ -215,6 +225,7 @@ def _measure_some(
             except RuntimeError as error:
                 said = str(error).splitlines()[0]
         results = board.share(f"pairs {attempt}.{number}", said)
+        step("pairs of ranks" if attempt == 0 else "slow pairs, measured again")
         for pair in together:
             ends = [results[rank] for rank in pair]
             if all(isinstance(end, dict) for end in ends):

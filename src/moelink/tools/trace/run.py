@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 import moelink
+from moelink.config import EPConfig
 from moelink.control.group import is_launched
 from moelink.output import DispatchOutput
 from moelink.testing import rank_data, run_ranks
-from moelink.tools.common import rank_device
+from moelink.tools.common import Progress, Steps, followed, rank_device
 
 WARM_PAIRS = 2
 
@@ -29,7 +30,7 @@ class TraceConfig:
         tokens: of each rank.
         pairs: pairs of dispatch and combine; the trace keeps the last 16.
         experts, topk, hidden, format: as in :func:`moelink.init`.
-        graph: on CUDA, replay a CUDA graph of the pair, so that no host holds up a rank.
+        graph: replay a CUDA graph of the pair, so that no host holds up a rank; on CUDA only.
         timeout: seconds, as in :func:`moelink.init`.
     """
 
@@ -43,6 +44,16 @@ class TraceConfig:
     format: str
     graph: bool = True
     timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        self.ep_config()
+
+    def ep_config(self) -> EPConfig:
+        """Return the configuration of rank 0. Raises ConfigError for settings that are not acceptable."""
+        return EPConfig(
+            num_experts=self.experts, topk=self.topk, hidden_size=self.hidden, max_tokens_per_rank=self.tokens,
+            dispatch_format=self.format, transport="symmetric", timeout=self.timeout, world_size=self.ranks,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,15 +69,17 @@ class TraceRun:
     table: str
 
 
-def run_trace(config: TraceConfig) -> TraceRun | None:
+def run_trace(config: TraceConfig, progress: Progress = lambda message: None) -> TraceRun | None:
     """Trace the ranks of a launcher, or ``config.ranks`` processes started here. None on a launcher's ranks but the
-    first.
+    first. ``progress`` gets the steps of the ranks that were started here.
 
     Raises:
         UnsupportedError: this device's kernels cannot be traced.
     """
+    progress(f"tracing {config.pairs} pairs on {config.ranks} ranks")
     if not is_launched():
-        return run_ranks(rank_main, config.ranks, config, timeout=2 * config.timeout + 300)[0]  # type: ignore[no-any-return]
+        with followed(progress) as path:
+            return run_ranks(rank_main, config.ranks, config, path, timeout=2 * config.timeout + 300)[0]  # type: ignore[no-any-return]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         found = rank_main(rank, world_size, config)
@@ -76,9 +89,9 @@ def run_trace(config: TraceConfig) -> TraceRun | None:
     return found if rank == 0 else None
 
 
-def rank_main(rank: int, world_size: int, config: TraceConfig) -> TraceRun:
-    """Run one rank, as torchrun's variables number it. Every rank returns the same."""
-    on_gpu = config.device == "cuda"
+def rank_main(rank: int, world_size: int, config: TraceConfig, path: str | None = None) -> TraceRun:
+    """Run one rank, as torchrun's variables number it. Every rank returns the same. Rank 0 writes steps to ``path``."""
+    steps = Steps(path if rank == 0 else None, WARM_PAIRS + config.pairs)
     device = rank_device(config.device, interprets=True)
     with moelink.init(
         num_experts=config.experts, topk=config.topk, hidden_size=config.hidden, max_tokens_per_rank=config.tokens,
@@ -88,10 +101,12 @@ def rank_main(rank: int, world_size: int, config: TraceConfig) -> TraceRun:
         with ep.trace():  # compiles the kernels that stamp; its records are dropped
             for _ in range(WARM_PAIRS):
                 pair()
+                steps.end("pairs that compile")
         with ep.trace() as trace:
-            again = _captured(pair) if on_gpu and config.graph else pair
+            again = _captured(pair) if config.graph else pair
             for _ in range(config.pairs):
                 again()
+                steps.end("pairs")
         return TraceRun(trace.to_json(), str(trace.summary()))
 
 
