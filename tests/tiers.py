@@ -50,6 +50,7 @@ NEW_PROCESSES = {
     "tests/project/test_layering.py::test_the_benchmarks_choose_the_interpreter_before_triton_is_imported": "imports",
     "tests/project/test_layering.py::test_the_command_line_answers_without_its_extra": "imports",
     "tests/formats/test_formats_layouts.py::test_import_does_not_load_triton": "imports",
+    "tests/tools/test_cli.py::test_wrong_arguments_end_with_status_2_before_torch_is_imported": "imports",
     "tests/mutants/test_mutants.py": "the runner's own server, and the collection of the quick tier",
     "testing/tests/": "loads Triton without torch",
 }

@@ -189,7 +189,10 @@ def modules_after(statement: str) -> set[str]:
 
 
 def test_importing_loads_no_optional_package_and_touches_no_device() -> None:
-    loaded = modules_after("import moelink\nimport torch\nassert not torch.cuda.is_initialized()")
+    """Not even torch, before the first use of a name that needs it."""
+    use = "import sys\ndir(moelink), moelink.__version__, moelink.ConfigError\nassert 'torch' not in sys.modules\n"
+    use += "moelink.init, moelink.init_devices, moelink.Communicator, moelink.register_format\n"
+    loaded = modules_after(f"import moelink\n{use}import torch\nassert not torch.cuda.is_initialized()")
     unwanted = {"triton", "matplotlib", "rich", "typer", "transformers", "prometheus_client"}
     assert not loaded & unwanted
     upstairs = {f"moelink.{room}" for room in UPSTAIRS}

@@ -1,17 +1,22 @@
 """What is public: ``moelink.__all__``, complete, sorted, documented; and the examples in docstrings, which run."""
 
 import ast
+import dataclasses
 import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import pytest
 
 import moelink
 import moelink_bench
+from moelink.formats.registry import BUILTIN
+from moelink.names import BuiltInFormat
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.quick("each case checks something else, in milliseconds")
@@ -27,13 +32,39 @@ MODULES = sorted(
 )
 
 
-def public_names(module: ModuleType) -> set[str]:
-    return {name for name, value in vars(module).items() if not name.startswith("_") and not inspect.ismodule(value)}
+def names_for_type_checkers(module: ModuleType) -> set[str]:
+    """The names that the file of a module imports where only type checkers read."""
+    (block,) = [node for node in ast.parse(inspect.getsource(module)).body if ast.unparse(node).startswith("if TYPE_")]
+    assert isinstance(block, ast.If)
+    return {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
 
 
 def test_all_is_sorted_and_complete() -> None:
     assert list(moelink.__all__) == sorted(moelink.__all__)
-    assert set(moelink.__all__) == public_names(moelink) - {"annotations"}
+    public = {name for name in dir(moelink) if not inspect.ismodule(getattr(moelink, name))} - {"__version__"}
+    assert set(moelink.__all__) == public
+    modules = set(dir(moelink)) - public - {"__version__"}
+    assert names_for_type_checkers(moelink) == public | modules - {"errors", "formats", "integrations"}
+    assert set(moelink_bench.__all__) == names_for_type_checkers(moelink_bench)
+    assert all(hasattr(moelink_bench, name) for name in moelink_bench.__all__)
+    for module in (moelink, moelink_bench):
+        assert not hasattr(module, "nothing")
+
+
+def test_the_help_of_init_has_every_parameter() -> None:
+    text, parameters = inspect.getdoc(moelink.init) or "", inspect.signature(moelink.init).parameters
+    described = re.findall(r"^    (\w+): ", text.split("Args:")[1].split("Raises:")[0], re.MULTILINE)
+    assert sorted(described) == sorted(parameters)
+    fields = {each.name: each for each in dataclasses.fields(moelink.EPConfig)}
+    assert set(parameters) - {"group", "device"} == set(fields) - {"rank", "world_size"}
+    for name in set(parameters) & set(fields):
+        default = fields[name].default
+        assert parameters[name].default == (inspect.Parameter.empty if default is dataclasses.MISSING else default)
+        assert parameters[name].annotation == fields[name].type
+
+
+def test_the_names_of_formats_are_those_of_the_registry() -> None:
+    assert list(get_args(BuiltInFormat)) == list(BUILTIN)
 
 
 def test_every_error_is_public() -> None:

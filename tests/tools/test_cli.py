@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import re
@@ -16,12 +17,14 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from rich.console import Console
 from typer.testing import CliRunner
 
 import moelink
 from moelink.env import VARIABLES
 from moelink.testing import RankFailedError
 from moelink.tools.cli import app as commands
+from moelink.tools.cli import console as console_of
 from moelink.tools.cli import main, missing_packages
 from moelink.tools.cli.console import bar, make_console, quantity
 from moelink.tools.cli.environment import inspect_environment
@@ -79,7 +82,7 @@ def test_demo_as_text_without_a_terminal() -> None:
 
 def test_demo_fails_when_the_error_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     for changes in ({"rounding_error": 1.01}, {"relative_error": 0.0101}, {"rounding_error": float("nan")}):
-        monkeypatch.setattr(commands, "run_demo", lambda *_, changes=changes: make_report(**changes))
+        monkeypatch.setattr("moelink.tools.demo.run_demo", lambda *_, changes=changes: make_report(**changes))
         result = CliRunner().invoke(commands.app, ["demo"])
         assert result.exit_code == 1
         assert "FAILED" in result.stdout
@@ -87,40 +90,112 @@ def test_demo_fails_when_the_error_is_too_large(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_demo_passes_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "run_demo", lambda *_: make_report())
+    monkeypatch.setattr("moelink.tools.demo.run_demo", lambda *_: make_report())
     result = CliRunner().invoke(commands.app, ["demo"])
     assert result.exit_code == 0
     assert "0.50" in result.stdout
 
 
+def test_bad_settings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("moelink.tools.demo.run.run_ranks", None)  # refused before ranks start
+    monkeypatch.setattr(sys, "argv", ["moelink", "demo", "--format", "fp8_block128", "--hidden", "96"])
+    assert main() == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "moelink: hidden_size: expected a multiple of 128 (the group of format 'fp8_block128'), got 96\n"
+
+
+AT_ONCE = [
+    ["--nothing"],
+    ["nothing"],
+    ["demo", "--topk", "40"],
+    ["demo", "--ranks", "0"],
+    ["demo", "--transport", "x"],
+    ["demo", "--format", "fp3"],
+    ["demo", "--text", "/no/file"],
+    ["doctor", "--format", "bf61"],
+    ["doctor", "--out", "/proc/no/file"],
+    ["doctor", "--device", "gpu"],
+    ["trace", "--format", "fp3"],
+    ["trace", "--pairs", "17"],
+    ["plan", "--topk", "300"],
+    ["plan", "--format", "fp3"],
+    ["plan", "--out", "/proc/no/file"],
+    ["plan", "check", "/no/file"],
+    ["plot", "/no/file", "--out", "a.png"],
+    ["bench", "--preset", "x"],
+    ["bench", "--preset", "smoke", "--format", "fp3"],
+    ["bench", "--preset", "layer-smoke", "--out", "/proc/no/file"],
+]
+"""Arguments that are refused without torch."""
+
+
+def test_wrong_arguments_end_with_status_2_before_torch_is_imported() -> None:
+    code = (
+        "import json, sys\n"
+        "from typer.testing import CliRunner\n"
+        "from moelink.tools.cli.app import app\n"
+        f"for arguments in {AT_ONCE!r}:\n"
+        "    done = CliRunner().invoke(app, arguments)\n"
+        "    assert done.exit_code == 2, (arguments, done.output)\n"
+        "    assert 'Error: ' in done.stderr and not done.stdout, (arguments, done.output)\n"
+        "for arguments in (['--help'], ['demo', '--help'], ['bench', '--help'], ['--version']):\n"
+        "    assert CliRunner().invoke(app, arguments).exit_code == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.quick("each is refused elsewhere")
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "words", "environment"),
     [
-        (["demo", "--format", "fp3"], "dispatch_format"),
-        (["demo", "--format", "fp8_block128", "--hidden", "96"], "128"),
+        (["trace", "--topk", "9"], "expected at most the number of experts, 8, got 9", {}),
+        (["trace", "--graph"], "expected ranks on CUDA devices, got ranks on CPUs", {}),
+        (["trace", "--plot", "a.nothing"], "expected a file of ", {}),
+        (["trace", "--device", "cuda"], "expected at most 0 CUDA devices, got 1", {}),
+        (["doctor", "--device", "cuda", "--ranks", "2"], "expected at most 0 CUDA devices, got 2", {}),
+        (["doctor", "--ranks", "3"], "expected 2, the launcher's, or no value, got 3", {"WORLD_SIZE": "2"}),
+        (["bench", "--preset", "smoke", "--plot", "a.nothing"], "expected a file of ", {}),
     ],
 )
-def test_bad_settings_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run_module(*arguments)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert words in done.stderr
+def test_wrong_arguments_end_with_status_2_before_ranks_start(
+    arguments: list[str], words: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("moelink.testing.multiprocessing", None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    done = CliRunner().invoke(commands.app, arguments)
+    assert done.exit_code == 2, done.output
+    assert words in " ".join(done.stderr.split())
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "arguments", [["demo", "--topk", "40"], ["demo", "--ranks", "0"], ["demo", "--transport", "x"]]
-)
-def test_usage_errors(arguments: list[str]) -> None:
-    assert CliRunner().invoke(commands.app, arguments).exit_code == 2
+def test_a_trace_whose_sizes_are_refused_starts_no_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("moelink.testing.multiprocessing", None)
+    monkeypatch.setattr(sys, "argv", ["moelink", "trace", "--device", "cpu", "--format", "mxfp8", "--hidden", "33"])
+    assert main() == 2
+    assert "hidden_size: expected a multiple of 32" in capsys.readouterr().err
+
+
+def test_the_version_and_the_completion_of_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CliRunner().invoke(commands.app, ["--version"]).stdout == f"moelink {moelink.__version__}\n"
+    # As the script that --install-completion writes asks for what may follow "moelink demo --format fp8".
+    asked = {"_MOELINK_COMPLETE": "complete_bash", "COMP_WORDS": "moelink demo --format fp8", "COMP_CWORD": "3"}
+    done = CliRunner().invoke(commands.app, [], prog_name="moelink", env=asked)
+    assert done.stdout.split() == ["fp8_block128", "fp8_block128_e8m0", "fp8_token"]
 
 
 def test_a_failing_rank_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(*_: object) -> DemoReport:
         raise RankFailedError("rank 1: it broke")
 
-    monkeypatch.setattr(commands, "run_demo", fail)
+    monkeypatch.setattr("moelink.tools.demo.run_demo", fail)
     monkeypatch.setattr(sys, "argv", ["moelink", "demo"])
     assert main() == 1
     assert "rank 1: it broke" in capsys.readouterr().err
@@ -133,21 +208,27 @@ def test_env_json_has_versions_and_every_variable() -> None:
     document = json.loads(done.stdout)
     assert set(document["versions"]) == {"moelink", "python", "torch", "triton", "numpy"}
     assert document["versions"]["moelink"] == moelink.__version__
-    assert document["torch"]["torch_version"] == torch.__version__
-    assert document["torch"]["os"]
+    assert "torch" not in document
     assert document["transport"] in ("collective", "symmetric")
     variables = {entry["name"]: entry for entry in document["variables"]}
     assert set(variables) == {variable.name for variable in VARIABLES}
     assert variables["MOELINK_DEBUG"]["value"] == "1"
 
 
-def test_env_text_shows_every_variable() -> None:
-    result = CliRunner().invoke(commands.app, ["env"])
-    assert result.exit_code == 0
+def test_env_is_short_and_full_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:
-        assert variable.name in result.stdout
-    assert "transport" in result.stdout
-    assert f"PyTorch version: {torch.__version__}" in result.stdout
+        monkeypatch.delenv(variable.name, raising=False)
+    monkeypatch.setenv("MOELINK_DEBUG", "1")
+    short, full = (CliRunner().invoke(commands.app, ["env", *extra]) for extra in ([], ["--full"]))
+    assert (short.exit_code, full.exit_code) == (0, 0)
+    assert len(short.stdout.splitlines()) < 15
+    assert re.search(r"MOELINK_DEBUG +1\s", short.stdout)
+    assert re.search(rf"torch +{re.escape(torch.__version__)}\s", short.stdout)
+    assert "transport" in short.stdout
+    assert VARIABLES[1].name not in short.stdout, "it is not set"
+    for variable in VARIABLES:
+        assert variable.name in full.stdout
+    assert f"PyTorch version: {torch.__version__}" in full.stdout
 
 
 def test_a_variable_that_is_not_set_is_shown_as_such() -> None:
@@ -204,6 +285,18 @@ def test_help_lists_the_commands() -> None:
     assert result.exit_code == 0
     assert "demo" in result.stdout
     assert "env" in result.stdout
+
+
+def test_a_terminal_shows_how_far_the_work_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.StringIO()
+    monkeypatch.setattr(console_of, "make_console", lambda **_: Console(file=said, force_terminal=True, width=100))
+    with console_of.progress_on_stderr() as progress:
+        progress("starting 2 ranks")
+        progress("[bf16]: compared (2 of 4)")
+    text = ESCAPE.sub("", said.getvalue())
+    assert "[bf16]: compared" in text
+    assert "(2 of 4)" not in text, "the bar shows it"
+    assert re.search(r"compared +━{15,25}╺?━* +\S+\s", text)
 
 
 def test_small_helpers() -> None:

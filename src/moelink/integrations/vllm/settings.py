@@ -211,7 +211,8 @@ def rows_by_expert(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return scales [rows, scales per row], ids [rows, 1] and weights [rows, 1] of a row for each token and expert.
 
-    The ids are global unless ``local_ids``, and -1 past the end. The weights are 1, as the home rank multiplies by the router's.
+    The ids are global unless ``local_ids``, and -1 past the end. The weights are 1, as the home rank multiplies by the
+    router's.
     """
     group = group_of_rows(recv.row_offsets, recv.tokens.shape[0])[:, None]
     first = 0 if local_ids else ExpertMap(config.num_experts, config.world_size).first(config.rank)
