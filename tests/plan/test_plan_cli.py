@@ -59,7 +59,7 @@ def results(folder: Path, ranks: int = 4, factor: float = 1.0) -> Path:
 
 def test_the_package_s_constants_are_used_and_named() -> None:
     said = run("--ranks", "2..4").stdout
-    for words in ("measured: moelink/tools/plan/constants.json", "measured on NVIDIA H200", "decode_2xh200.json"):
+    for words in ("fitted: moelink/tools/plan/constants.json", "measured on NVIDIA H200", "decode_2xh200.json"):
         assert words in said
     assert "extrapolated" not in said
     assert "extrapolated: the constants were fitted to 2, 4 ranks" in run("--ranks", "8").stdout
@@ -108,12 +108,23 @@ def test_text_says_that_times_rest_on_assumptions() -> None:
 def test_without_constants_there_are_bytes_and_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moelink.tools.plan.packaged_constants", commands_constants)
     said = run("--ranks", "8..16").stdout
-    assert "No times: no constant of the model is measured or given." in said
-    assert "give --latency, --nvlink, --net" in said
+    assert "No times: no constant of the model is fitted or given." in said
+    assert re.findall("give (--[a-z]+), (?:us|GB/s)", " ".join(said.split())) == ["--latency", "--nvlink", "--net"]
     assert "4.48 MB" in said
     document = document_of("--ranks", "8")
     assert document["sizes"][0]["schemes"]["rank"]["dispatch"]["time"]["total_us"] is None
     assert document["constants"]["sources"] == {}
+
+
+def test_the_output_says_why_times_are_missing_and_which_parts_are_hidden() -> None:
+    said = " ".join(run("--ranks", "8..16").stdout.split())
+    reason = "Times are missing (-): no fitted constant for network, because no run that shows it was measured"
+    assert f"{reason}; give --net, GB/s of a rank's network in one direction." in said
+    assert "are missing" not in run("--ranks", "8..16", "--net", "45").stdout
+    lines = run("--ranks", "8,16").stdout.splitlines()
+    few, many = (line.split() for line in lines if "hidden" in line and line.split()[0].isdigit())
+    assert (few[4], many[3]) == ("hidden", "hidden"), "arithmetic of few rows, weights of many"
+    assert "0.0" not in few + many
 
 
 def commands_constants() -> Any:
@@ -173,7 +184,7 @@ def test_fit_then_plan_then_check(tmp_path: Path) -> None:
     assert [size["extrapolated"] for size in document["sizes"]] == [False, True, True]
     assert document["constants"]["measured"]
     said = run("--ranks", "4,8", "--constants", str(constants)).stdout
-    for words in ("measured: constants.json", "measured on Some GPU", "extrapolated: the constants were fitted to 4"):
+    for words in ("fitted: constants.json", "measured on Some GPU", "extrapolated: the constants were fitted to 4"):
         assert words in said
     assert "assum" not in said
     good = run("check", str(results(tmp_path)), "--constants", str(constants))

@@ -91,7 +91,7 @@ def test_the_plan_has_the_layer() -> None:
     layer = Layer(
         num_experts=256, topk=8, hidden_size=7168, tokens=128, intermediate_size=2048, expert_format="fp8_block128"
     )
-    machine = MachineExperts({"fp8_block128": TRUTH}, "measured: x", "Some GPU")
+    machine = MachineExperts({"fp8_block128": TRUTH}, "fitted: x", "Some GPU")
     plan = make_plan(layer, [8, 16], ranks_per_node=8, routing=Uniform(256, 8), experts=machine)
     found = [size.layer for size in plan.sizes]
     assert all(entry is not None for entry in found)

@@ -111,7 +111,7 @@ def test_sources_say_what_was_measured_and_what_was_assumed(tmp_path: Path) -> N
     document = fitting.fit(fitting.points_of(modelled(4), "a.json", contender=SYMMETRIC), contender=SYMMETRIC)
     found = load_constants(write(tmp_path, "h.json", document))
     assert found.are_measured
-    assert found.sources["nvlink_gb_per_s"] == "measured: h.json"
+    assert found.sources["nvlink_gb_per_s"] == "fitted: h.json"
     assert "network_gb_per_s" not in found.sources
     assert "hop_us" not in found.sources
     assert found.ranks == (4,)
@@ -119,13 +119,13 @@ def test_sources_say_what_was_measured_and_what_was_assumed(tmp_path: Path) -> N
     mixed = found.assume({"network_gb_per_s": (45.0, "--net"), "nvlink_gb_per_s": (None, "--nvlink")})
     assert not mixed.are_measured
     assert mixed.sources["network_gb_per_s"] == "assumed: --net 45"
-    assert mixed.sources["nvlink_gb_per_s"] == "measured: h.json"
+    assert mixed.sources["nvlink_gb_per_s"] == "fitted: h.json"
     assert all(mixed.phases[phase].network_gb_per_s == 45 for phase in PHASES)
     assert not Constants().are_measured
 
 
 def test_an_assumed_latency_replaces_all_of_a_measured_one() -> None:
-    measured_ones = Constants(TRUTH, dict.fromkeys(("floor_us", "per_peer_us"), "measured: x"), (2, 4))
+    measured_ones = Constants(TRUTH, dict.fromkeys(("floor_us", "per_peer_us"), "fitted: x"), (2, 4))
     assumed = measured_ones.assume({"floor_us": (3.0, "--latency")})
     assert [assumed.phases[phase].per_peer_us for phase in PHASES] == [0, 0]
     assert assumed.sources == {"floor_us": "assumed: --latency 3"}
@@ -137,7 +137,7 @@ def test_the_package_has_constants_only_from_a_file(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(constants_file, "files", lambda _: tmp_path)
     assert packaged_constants() == Constants()
     write(tmp_path, "constants.json", document)
-    assert packaged_constants().sources["floor_us"] == "measured: moelink/tools/plan/constants.json"
+    assert packaged_constants().sources["floor_us"] == "fitted: moelink/tools/plan/constants.json"
 
 
 @pytest.mark.parametrize(

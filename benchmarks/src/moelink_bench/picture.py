@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moelink.tools.documents import INDEX, RANKS, TEXT, US, Maybe, number
-from moelink.tools.plots import INK, MUTED, OURS, frame, log_axis, new_figure, write_head
+from moelink.tools.plots import INK, MUTED, OURS, frame, log_axis, log_values, new_figure, write_head
 from moelink.tools.results import BENCHMARK, CASE, COLLECTIVE, METHODS, RUN, SYMMETRIC
 from moelink_bench.measure import PHASES
 
@@ -189,7 +189,7 @@ def _latency(axes: Any, points: Sequence[Point], phase: str) -> None:
         axes.fill_between(tokens, low, high, color=style["color"], alpha=0.15, linewidth=0)
     title = {"both": "Dispatch, then combine"}.get(phase, phase.capitalize())
     frame(axes, title, "tokens per rank", "microseconds")
-    axes.set_yscale("log")
+    log_values(axes)
     if chosen:
         _token_axis(axes, chosen)
         axes.set_ylim(bottom=0.6 * min(p.median for p in chosen))
@@ -238,5 +238,5 @@ def _scaling(axes: Any, points: Sequence[Point], code: str) -> None:
         axes.annotate(label, (aside, height), (2, -3), textcoords="offset points", size=8, color=INK)
     axes.set_xlim(min(ranks) - 0.4, max(ranks) + 0.6 + 0.28 * span)  # room for the labels
     frame(axes, "Both, over the number of ranks", f"ranks (commits {code})" if code else "ranks", "microseconds")
-    axes.set_yscale("log")
+    log_values(axes)
     axes.set_xticks(ranks, [str(count) for count in ranks])

@@ -12,7 +12,7 @@ from moelink.config import EPConfig
 from moelink.errors import ConfigError
 from moelink.formats import get_format
 from moelink.names import Layout
-from moelink_bench.names import LAYOUTS, PEERS, DeviceKind, PeerName, PresetName
+from moelink_bench.names import LAYOUTS, PEERS, DeviceKind, PeerName
 
 Distribution = Literal["uniform", "zipf", "one-rank"]
 
@@ -211,7 +211,7 @@ def _layouts() -> tuple[Case, ...]:
 
 
 _SMALL = {"hidden_size": 256, "num_experts": 6, "topk": 2}
-PRESETS: Mapping[PresetName, Callable[[], tuple[Case, ...]]] = MappingProxyType({
+PRESETS: Mapping[str, Callable[[], tuple[Case, ...]]] = MappingProxyType({
     "decode": lambda: _compared([Case(tokens=tokens) for tokens in (1, 8, 32, 128, 256)]),
     "prefill": lambda: _compared([
         *[Case(tokens=tokens) for tokens in (512, 1024, 2048, 4096, 8192)], Case(tokens=4096, format="bf16"),

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from moelink.config import EPConfig
 from moelink.errors import ConfigError
 from moelink.nn.router import RouterConfig
-from moelink_bench.names import CaseName, DeviceKind, LayerPresetName
+from moelink_bench.names import DeviceKind
 from moelink_bench.presets import SMOKE, RunPlan, Settings, settings_of
 
 
@@ -40,7 +40,7 @@ class Shape:
         )  # fmt: skip
 
 
-SHAPES: Mapping[CaseName, Shape] = MappingProxyType({
+SHAPES: Mapping[str, Shape] = MappingProxyType({
     "deepseek-v3": Shape(
         model="DeepSeek-V3", hidden_size=7168, num_experts=256, topk=8, intermediate_size=2048,
         router=RouterConfig(scoring="sigmoid", num_groups=8, topk_groups=4, group_score="top2", scaling_factor=2.5),
@@ -58,7 +58,7 @@ SHAPES: Mapping[CaseName, Shape] = MappingProxyType({
 })  # fmt: skip
 """Name of a case, as ``--case`` takes it, to its shape."""
 
-LAYER_PRESETS: Mapping[LayerPresetName, tuple[CaseName, ...]] = MappingProxyType({
+LAYER_PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "layer": ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3"),
     "layer-smoke": ("tiny",),
 })  # fmt: skip

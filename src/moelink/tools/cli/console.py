@@ -203,7 +203,7 @@ def progress_on_stderr() -> Iterator[Callable[[str], None]]:
 
         def step(message: str) -> None:
             found = _STEPS.search(message)
-            how_far = {} if found is None else {"completed": int(found[1]), "total": int(found[2])}
+            how_far: dict[str, Any] = {} if found is None else {"completed": int(found[1]), "total": int(found[2])}
             bars.update(task, description=_STEPS.sub("", message), **how_far)
 
         yield step

@@ -23,7 +23,11 @@ NAMES = {
     "quantising_gb_per_s": "quantising",
     "hop_us": "hop between nodes",
 }
-OPTIONS = {"floor_us": "--latency", "nvlink_gb_per_s": "--nvlink", "network_gb_per_s": "--net"}
+OPTIONS = {
+    "floor_us": "--latency, us of a dispatch or combine that moves nothing",
+    "nvlink_gb_per_s": "--nvlink, GB/s of a rank's NVLink in one direction",
+    "network_gb_per_s": "--net, GB/s of a rank's network in one direction",
+}
 
 MULTI_NODE = """\
 Between nodes moelink takes the collective transport (NCCL, gloo) unless told otherwise; its symmetric
@@ -42,7 +46,8 @@ bytes   of one call, expected, over the busier direction of the busiest rank's l
 busiest / placed   rows of the busiest rank over the mean: experts by number, and placed by load (--redundant)
 symmetric / two levels / collective   block or staging of that transport, and the outputs of a dispatch and a combine
 limit   the largest part of the predicted time; time = latency + slower of NVLink and network + memory +
-        quantising (docs/plan.md)
+        quantising (docs/plan.md); the faster link is hidden behind the slower one
+hidden  weights that experts read while they compute, or products that end before their weights are read
 layer   dispatch, experts of the slowest rank and combine, one after the other; without routing and shared experts"""
 
 
@@ -100,14 +105,16 @@ def constants_text(document: dict[str, Any]) -> Text:
     phases, sources = entry["phases"], entry["sources"]
     text = Text()
     if not sources:
-        text.append("No times: no constant of the model is measured or given.\n", "bold")
+        text.append("No times: no constant of the model is fitted or given.\n", "bold")
     elif not entry["measured"]:
-        text.append("Times rest on assumptions given on the command line; only what says so was fitting.\n", "bold")
+        text.append("Times rest on assumptions given on the command line; constants marked fitted do not.\n", "bold")
     for name, source in sources.items():
         unit = "us" if name.endswith("_us") else "GB/s"
         values = [phases[phase][name] for phase in PHASES]
         shown = (
-            f"{values[0]:g}" if values[0] == values[1] else " / ".join("-" if v is None else f"{v:g}" for v in values)
+            f"{values[0]:.4g}"
+            if values[0] == values[1]
+            else " / ".join("-" if v is None else f"{v:.4g}" for v in values)
         )
         text.append(f"{NAMES[name]:<18}{shown} {unit}   {source}\n")
     if any(size["nodes"] > 1 for size in document["sizes"]) and "node" in document["copies"]:
@@ -120,7 +127,7 @@ def constants_text(document: dict[str, Any]) -> Text:
         text.append(f"No time of experts: no constants of {layer['expert_format']}; see moelink plan fit-experts.\n")
     elif layer["intermediate_size"] is not None:
         text.append(
-            f"{'experts':<18}{found['weights_gb_per_s']:g} GB/s of weights, {found['tflop_per_s']:g} TFLOP/s   "
+            f"{'experts':<18}{found['weights_gb_per_s']:.4g} GB/s of weights, {found['tflop_per_s']:.4g} TFLOP/s   "
             f"{experts['source']}\n"
         )
         text.append(f"measured on {experts['description']}\n", "dim")
@@ -131,10 +138,12 @@ def constants_text(document: dict[str, Any]) -> Text:
         for phase in scheme.values()
         for name in phase["time"]["missing"]
     }
-    if missing:
-        text.append(
-            f"Where a time is missing, give {', '.join(OPTIONS[name] for name in OPTIONS if name in missing)}.\n"
-        )
+    for name in OPTIONS:
+        if name in missing:
+            text.append(
+                f"Times are missing (-): no fitted constant for {NAMES[name]}, because no run that shows it was "
+                f"measured; give {OPTIONS[name]}.\n"
+            )
     return text
 
 
@@ -177,8 +186,10 @@ def layer_table(console: Console, document: dict[str, Any]) -> Table:
         entry = size["layer"]
         time = entry["experts"] or {}
         parts = ("latency_us", "weights_us", "arithmetic_us", "rows_us", "activation_us", "total_us")
+        shown = {part: number_of(time.get(part)) for part in parts}
+        shown |= {part: "hidden" for part in ("weights_us", "arithmetic_us") if time.get(part) == 0}
         grid.add_row(
-            str(size["ranks"]), f"{entry['rows']:.0f}", *(number_of(time.get(part)) for part in parts),
+            str(size["ranks"]), f"{entry['rows']:.0f}", *shown.values(),
             time.get("limit", "-"), *(number_of(entry["total_us"][copies]) for copies in document["copies"]),
         )  # fmt: skip
     return grid

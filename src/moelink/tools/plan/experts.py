@@ -237,7 +237,7 @@ def read_expert_constants(document: object, name: str) -> MachineExperts:
             raise ConfigError("constants", f"formats {' and '.join(EXPERT_FORMATS)}", f"{fmt} in {name}")
         formats[fmt] = ExpertConstants(**{f: entry[f] for f in FIELDS})
     description = f"{content['machine']}, fitted to {runs_text(content)}"
-    return MachineExperts(formats, f"measured: {name}", description)
+    return MachineExperts(formats, f"fitted: {name}", description)
 
 
 def load_expert_constants(path: Path) -> MachineExperts:

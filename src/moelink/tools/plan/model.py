@@ -94,7 +94,7 @@ class Constants:
 
     Attributes:
         phases: constants by phase.
-        sources: by field of :class:`PhaseConstants`, "measured: ..." or "assumed: ..."; absent without a value.
+        sources: by field of :class:`PhaseConstants`, "fitted: ..." or "assumed: ..."; absent without a value.
         ranks: numbers of ranks that measured values were fitted to; empty without any.
         description: of the measured machine, in a line, or "".
         forward_us: microseconds more per phase of a message or row that is forwarded: assumed, as ``forward_source``
@@ -140,7 +140,7 @@ class Constants:
 
     @property
     def are_measured(self) -> bool:
-        """Every constant that has a source was measured, and there is one."""
+        """Every constant that has a source was fitted to measured times, and there is one."""
         return bool(self.sources) and not any("assumed" in source for source in self.sources.values())
 
 
@@ -155,7 +155,7 @@ def read_constants(document: object, name: str) -> Constants:
     known = [f for f in FIELDS if any(_tells(getattr(phases[phase], f)) for phase in PHASES)]
     what = f"{content['machine']}, {content['contender']} by {content['method']}"
     description = f"{what}, fitted to {runs_text(content)}"
-    return Constants(phases, {f: f"measured: {name}" for f in known}, tuple(content["ranks"]), description)
+    return Constants(phases, {f: f"fitted: {name}" for f in known}, tuple(content["ranks"]), description)
 
 
 def _tells(value: float | None) -> bool:

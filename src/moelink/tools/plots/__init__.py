@@ -58,8 +58,28 @@ def frame(axes: Any, title: str, across: str, up: str) -> None:
         spine.set(visible=name in ("left", "bottom"), color=OTHERS)
 
 
+LEAST_STEP = 1.35
+"""Ratio of two values that have labels on a logarithmic axis: nearer labels would cover each other."""
+
+
 def log_axis(axes: Any, values: Sequence[int], labels: Sequence[str]) -> None:
-    """Make the horizontal axis double with each step, with a tick at each of ``values``."""
+    """Make the horizontal axis double with each step, with a tick at each of ``values``, as far as labels have room."""
+    ticks: dict[int, str] = {}
+    for value, label in sorted(zip(values, labels, strict=True)):
+        if not ticks or value >= LEAST_STEP * max(ticks):
+            ticks[value] = label
     axes.set_xscale("log", base=2)
-    axes.set_xticks(values, labels)
+    axes.set_xticks([*ticks], [*ticks.values()])
     axes.minorticks_off()
+
+
+def log_values(axes: Any) -> None:
+    """Make the vertical axis logarithmic, with numbers as people write them: 0.5, 1, 2, 5, 10, 1,000."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    steps = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(subs=steps))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())

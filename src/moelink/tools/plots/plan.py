@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moelink.tools.plots import INK, MUTED, OURS, frame, log_axis, new_figure, write_head
+from moelink.tools.plots import INK, MUTED, OURS, frame, log_axis, log_values, new_figure, write_head
 
 NETWORK = "#d08c60"
 DARK = "#0b2e59"
@@ -59,7 +59,7 @@ def _memory(axes: Any, document: dict[str, Any]) -> None:
         ("outputs", "outputs of a dispatch and a combine", ":", MUTED),
     ):
         _line(axes, document, [size["memory"][name] / 1e9 for size in document["sizes"]], style, color, label)
-    axes.set_yscale("log")
+    log_values(axes)
     rows = document["layer"]["capacity"]
     _plan_frame(axes, document, f"Memory of a rank ({'worst case' if rows is None else f'{rows} rows'})", "GB")
 
@@ -71,10 +71,10 @@ def _times(axes: Any, document: dict[str, Any]) -> None:
             _line(axes, document, values, PLAN_STYLES[copies], color, f"{phase}, {COPIES[copies]}")
     entry = document["constants"]
     if axes.lines:
-        axes.set_yscale("log")
+        log_values(axes)
     else:
-        axes.text(0.5, 0.5, "no constants measured or given", ha="center", color=MUTED, transform=axes.transAxes)
-    kind = "constants measured" if entry["measured"] else "constants assumed" if entry["sources"] else "unknown"
+        axes.text(0.5, 0.5, "no constants fitted or given", ha="center", color=MUTED, transform=axes.transAxes)
+    kind = "constants fitted" if entry["measured"] else "constants assumed" if entry["sources"] else "unknown"
     _plan_frame(axes, document, f"Predicted time ({kind})", "microseconds")
 
 
@@ -84,5 +84,5 @@ def _bytes(axes: Any, document: dict[str, Any], phase: str) -> None:
             values = [size["schemes"][copies][phase]["links"][link] / 1e6 for size in document["sizes"]]
             _line(axes, document, values, PLAN_STYLES[copies], color, f"{label}, {COPIES[copies]}")
     if axes.lines:
-        axes.set_yscale("log")
+        log_values(axes)
     _plan_frame(axes, document, f"{phase.capitalize()}: bytes over the busiest link of each kind", "MB a call")
