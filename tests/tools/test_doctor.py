@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import moelink
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from rich.console import Console
 from typer.testing import CliRunner
 
 from moelink.control.stores import BoundedError
@@ -25,6 +27,7 @@ from moelink.tools.doctor.facts import facts_of, nvlinked
 from moelink.tools.doctor.pairs import Pair, link_of, nominal_gb_per_s, rounds
 from tests.tools import doctor_ranks
 
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 GPU: dict[str, Any] = {
     "versions": {"torch": "2.11.0"}, "host": "one", "nvshmem": True, "network": ["mlx5_0"],
     "device": {
@@ -67,7 +70,7 @@ FAULTS = {
     "version": ("rank 2", "expected torch .* as on most ranks, got 2.10.0"),
     "closed port": ("rank 2", r"expected an answer .*, got none from ranks \[0, 1\] \(refuses\)"),
     "absent": ("rank 2", "expected its facts, got none in time"),
-    "slow link": ("ranks 0 and 2", "expected about .* as other pairs over memory, got"),
+    "slow link": ("ranks 0 and 2", "expected about .* as other pairs over memory, got .* at best, in 3 measurements"),
     "broken link": ("ranks 0 and 2", "expected messages to pass, got Connection reset by peer"),
 }
 
@@ -87,7 +90,7 @@ def test_a_fault_is_found_and_named(fault: str) -> None:
 def test_a_pair_that_was_slow_once_is_measured_again() -> None:
     found, problems = run_ranks(doctor_ranks.examined, 3, "once slow")[0]
     assert problems == []
-    assert len(found.pairs) == 3
+    assert {(pair.first, pair.second): pair.samples for pair in found.pairs} == {(0, 1): 1, (0, 2): 2, (1, 2): 1}
 
 
 def test_ranks_end_whose_store_has_a_stopped_host(tmp_path: Any) -> None:
@@ -168,7 +171,7 @@ def test_the_command_marks_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_pa
         (broken, 1, "ranks 0 and 1: expected messages to pass"),
         (fine, 0, "Nothing is wrong."),
     ):
-        monkeypatch.setattr(command, "run_doctor", lambda *_, found=found, **__: found)
+        monkeypatch.setattr("moelink.tools.doctor.run_doctor", lambda *_, found=found, **__: found)
         out = tmp_path / "found.json"
         result = CliRunner().invoke(commands.app, ["doctor", "--ranks", "2", "--out", str(out)])
         assert result.exit_code == status, result.output
@@ -178,11 +181,56 @@ def test_the_command_marks_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert len(document["problems"]) == status
 
 
+def examined(world_size: int, slow: tuple[int, int]) -> Examination:
+    """An examination of ranks on two machines, in which one pair is slow."""
+    facts = [gpu(rank % 4, host="one" if rank < world_size // 2 else "two") for rank in range(world_size)]
+    pairs = [
+        Pair(a, b, 9.0, 0.7, 3) if (a, b) == slow else Pair(a, b, 5.0, 400.0 + a)
+        for a in range(world_size)
+        for b in range(a + 1, world_size)
+    ]
+    return Examination(facts=facts, pairs=pairs)
+
+
+@pytest.mark.quick("milliseconds each")
+@pytest.mark.parametrize(
+    ("world_size", "width", "names", "cells"),
+    [
+        (8, 100, [str(rank) for rank in range(8)], {(1, 6): "0.7", (6, 1): "9", (0, 1): "400", (1, 0): "5"}),
+        (64, 120, [f"{rank}-{rank + 4}" for rank in range(0, 60, 5)] + ["60-63"], {(0, 1): "0.7", (1, 0): "9"}),
+        (64, 80, ["0-6", "7-13"], {(0, 0): "0.7"}),
+    ],
+)
+def test_pairs_are_a_matrix_that_fits_the_terminal(
+    world_size: int, width: int, names: list[str], cells: dict[tuple[int, int], str]
+) -> None:
+    found = examined(world_size, (1, 6))
+    problems = diagnose(found)
+    assert [problem.where for problem in problems] == ["ranks 1 and 6"]
+    said = StringIO()
+    console = Console(file=said, width=width, force_terminal=True)
+    grid = command.pairs_table(console, found, problems)
+    console.print(grid)
+    assert max(len(line) for line in ESCAPE.sub("", said.getvalue()).splitlines()) <= width
+    assert "…" not in said.getvalue()
+    assert [str(column.header) for column in grid.columns][1 : len(names) + 1] == names
+    columns = [list(column.cells) for column in grid.columns[1:]]
+    for (row, column), text in cells.items():
+        cell = columns[column][row]
+        assert str(cell) == text
+        assert (cell.style == command.RED) == (text in ("0.7", "9"))
+    marked = [str(cell) for column in columns for cell in column if cell.style == command.RED]
+    assert sorted(marked) == sorted(text for text in cells.values() if text in ("0.7", "9"))
+    assert "measured again because they looked slow: 1" in str(command.links_text(found))
+
+
 def test_a_real_run_of_the_command() -> None:
     result = CliRunner().invoke(
         commands.app,
         ["doctor", "--ranks", "2", "--device", "cpu", "--format", "bf16", "--transport", "collective", "--json"],
     )
+    steps = re.findall(r"\((\d) of (\d)\)$", result.stderr, re.MULTILINE)
+    assert {("1", "5"), ("5", "5")} <= set(steps), "facts, connections, group, one round of pairs, one format"
     document = json.loads(result.stdout)
     assert [pair["first"] for pair in document["pairs"]] == [0]
     assert document["formats"] == [{"bf16": "ok"}] * 2

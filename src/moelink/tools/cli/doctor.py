@@ -164,9 +164,9 @@ def links_text(found: Examination) -> Text:
         rates, latencies = [each.gb_per_s for each in pairs], [each.latency_us for each in pairs]
         again = sum(each.samples > 1 for each in pairs)
         lines.append(
-            f"{link}: {len(pairs)} pairs, {min(rates):.3g} to {max(rates):.3g} GB/s (median "
+            f"{link}: {len(pairs)} pair{'s' * (len(pairs) > 1)}, {min(rates):.3g} to {max(rates):.3g} GB/s (median "
             f"{statistics.median(rates):.3g}), {min(latencies):.0f} to {max(latencies):.0f} us (median "
-            f"{statistics.median(latencies):.0f})" + f"; {again} looked slow and were measured again" * (again > 0)
+            f"{statistics.median(latencies):.0f})" + f"; measured again because they looked slow: {again}" * (again > 0)
         )
     return Text("\n".join(lines))
 
