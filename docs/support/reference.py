@@ -52,6 +52,14 @@ def cli_page() -> str:
 # Command line
 
 `moelink`, or `python -m moelink`, needs the extra `moelink[cli]`. Reports go to stdout, progress and errors to stderr.
+`moelink --install-completion` installs completion for your shell.
+
+| exit status | meaning |
+|---|---|
+| 0 | done |
+| 1 | a problem was found, a check failed, or a rank or the machine failed |
+| 2 | refused arguments or files; no rank was started |
+| 3 | `moelink bench --speed-gate`: a comparison was lost |
 
 """ + "\n".join(sections)
 
@@ -65,7 +73,7 @@ def environment_page() -> str:
 # Environment variables
 
 A variable never changes results, only resources and diagnostics; those that switch a plugin on put moelink in the place
-of what a framework would have used. `moelink env` shows what they are set to.
+of what a framework would have used. `moelink env --full` shows all of them, `moelink env` those that are set.
 
 | variable | default | meaning |
 |---|---|---|

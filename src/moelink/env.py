@@ -1,7 +1,7 @@
 """Every ``MOELINK_*`` environment variable, declared once: name, default, meaning.
 
 A variable never changes results, only resources and diagnostics; those that switch a plugin on put moelink in the place
-of what a framework would have used. ``moelink env`` prints this table.
+of what a framework would have used. ``moelink env --full`` prints this table.
 """
 
 from __future__ import annotations

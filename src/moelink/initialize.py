@@ -47,7 +47,8 @@ def init(
 ) -> Communicator:
     """Make this rank's communicator. Collective over ``group``, torchrun's world, or one rank without either.
 
-    All ranks must pass the same values, but for ``device``.
+    Parameters other than ``group`` and ``device`` are the fields of :class:`moelink.EPConfig`. All ranks must pass the
+    same values, but for ``device``.
 
     Args:
         group: the ranks of the communicator; default: torchrun's world.

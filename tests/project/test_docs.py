@@ -269,3 +269,26 @@ def test_the_reference_has_every_public_name() -> None:
     assert described.isdisjoint(elsewhere)
     assert described | elsewhere >= set(moelink.__all__)
     assert described <= set(moelink.__all__)
+
+
+def texts_of(call: ast.Call) -> list[str]:
+    """The constant parts of a call's first argument, without what is around their words."""
+    parts = [node.value for node in ast.walk(call.args[0]) if isinstance(node, ast.Constant)]
+    return [text for part in parts if (text := str(part).strip(" :(,;"))]
+
+
+def test_the_logging_page_has_every_record_and_every_warning() -> None:
+    page = (ROOT / "docs" / "logging.md").read_text()
+    calls = {
+        node: ast.unparse(node.func)
+        for path in (ROOT / "src" / "moelink").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    }
+    records = {texts_of(node)[0] for node, name in calls.items() if re.fullmatch(r"_?log(ger)?\.\w+", name)}
+    warned = {texts_of(node)[0] for node, name in calls.items() if name == "warnings.warn"}
+    assert set(re.findall(r"^\| `(.* .*?)` \| .* \| ", page, re.MULTILINE)) == records
+    table = page.partition("## Warnings")[2].partition("## Environment")[0]
+    shown = set(re.findall(r"^\| `(.*?)`", table, re.MULTILINE))
+    assert len(shown) == len(warned)
+    assert all(any(text.startswith(words) for text in warned) for words in shown), warned

@@ -213,5 +213,5 @@ def _formats(formats: Sequence[Mapping[str, str] | None]) -> Iterator[Problem]:
                 said[name, word].append(rank)
     for (name, word), ranks in said.items():
         what = f"expected tokens to come home unchanged, got on ranks {ranks}: {word}"
-        advice = "report it with the output of `moelink env`, if nothing above explains it"
+        advice = "report it with the output of `moelink env --full`, if nothing above explains it"
         yield Problem(f"format {name}", what, advice)
