@@ -116,7 +116,7 @@ def test_a_contender_that_is_off_is_named() -> None:
 def test_options_of_another_framework_are_refused(
     arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command.main(["--framework", *arguments]) == 1
+    assert command.main(["--framework", *arguments]) == 2
     assert named in capsys.readouterr().err
 
 

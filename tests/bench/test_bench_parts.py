@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from typing import get_args
 from unittest import mock
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 import moelink
 from moelink.errors import ConfigError
 from moelink.tools.results import COLLECTIVE, SYMMETRIC
-from moelink_bench import PRESETS, Case, Settings, make_plan
+from moelink_bench import PRESETS, Case, Settings, make_plan, names
 from moelink_bench.ceiling import CeilingSamples, ceiling_of
 from moelink_bench.contenders import compile_calls, expert_factor, open_communicator, row_factors
+from moelink_bench.layer.plan import LAYER_PRESETS, SHAPES
 from moelink_bench.measure import PhaseSamples
 from moelink_bench.peers import group_of_expert
 from moelink_bench.report import CaseResult, PhaseResult, Row, figure_of, judge, phase_result
@@ -293,3 +295,10 @@ def test_the_ceiling_kernel_fills_every_peers_region(world_size: int) -> None:
 def test_what_is_compiled_ahead_can_be_called() -> None:
     with open_communicator(SMALL, transport="symmetric", capacity=16, device=CPU, timeout=30.0) as ep:
         compile_calls(ep)
+
+
+def test_the_choices_of_the_command_are_the_tables() -> None:
+    assert list(get_args(names.PresetName)) == list(PRESETS)
+    assert list(get_args(names.LayerPresetName)) == list(LAYER_PRESETS)
+    assert list(get_args(names.CaseName)) == list(SHAPES)
+    assert get_args(names.PeerName) == names.PEERS

@@ -18,7 +18,8 @@ from moelink.memory.workspace import Workspace
 from moelink.tools.cli import app
 from moelink_bench import Case, batch_invariance, command, contenders, document, host, launchers, ncu, quotients, sweep
 from moelink_bench.measure import PHASES
-from moelink_bench.script import SCRIPTS, Script, main_of
+from moelink_bench.names import SCRIPTS
+from moelink_bench.script import Script, main_of
 from moelink_bench.timing import WallClock
 from moelink_bench.workload import rank_batch
 from tests.support.paths import ROOT
@@ -53,6 +54,34 @@ def test_scripts_explain_themselves(name: str, capsys: pytest.CaptureFixture[str
     assert ended.value.code == 0
     for said in (done.output, capsys.readouterr().out):
         assert text.splitlines()[0] in " ".join(said.split())
+
+
+@pytest.mark.quick("each is refused elsewhere")
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("collective", ["--topk", "100", "--num-experts", "4"], "topk: expected at most num_experts = 4, got 100"),
+        ("collective", ["--ranks", "0"], "argument --ranks: invalid positive value: '0'"),
+        ("host", ["nothing"], "invalid choice: 'nothing'"),
+        ("host", ["calls", "--device", "cuda"], "device: expected cpu on a machine without a CUDA device, got 'cuda'"),
+        ("launchers", ["--formats", "fp3"], "argument --formats: invalid choice: 'fp3'"),
+        ("sweep", ["--tokens", "-1"], "argument --tokens: invalid positive value: '-1'"),
+        ("sweep", [], "sweep: expected a rank of torchrun"),
+        ("ncu", ["run", "--format", "fp3"], "argument --format: invalid choice: 'fp3'"),
+    ],
+)
+def test_scripts_refuse_wrong_arguments_with_status_2(
+    name: str, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("moelink.testing.multiprocessing", None)  # before ranks start
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    try:
+        status = main_of(name)(arguments)
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert words in capsys.readouterr().err
 
 
 def test_subcommands_are_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import moelink
 from moelink.tools.cli import app
 from moelink.tools.cli.console import make_console
 from moelink.tools.results import COLLECTIVE, SYMMETRIC
-from moelink_bench import Case, command, make_plan, render, run
+from moelink_bench import Case, make_plan, render, run
 from moelink_bench import ranks as ranks_of
 from moelink_bench.ceiling import CeilingSamples
 from moelink_bench.comparisons import (
@@ -296,12 +297,13 @@ def test_results_of_before_rows_came_quantised_are_rendered() -> None:
 
 
 def test_the_speed_gate_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     asked: list[Any] = []
     arguments = ["bench", "--ranks", "1", "--tokens", "1", "--peer", "flashinfer", "--json"]
     lost, missing = decode({**WON, VDEV: [8.0, "", 30.0, ""]}), decode({**WON, FLASHINFER: []})
     for document, gate, status in ((decode(WON), True, 0), (lost, True, 3), (missing, True, 3), (lost, False, 0)):
-        monkeypatch.setattr(command, "run_bench", lambda plan, made=document, **_: asked.append(plan) or made)
+        monkeypatch.setattr(run, "run_bench", lambda plan, made=document, **_: asked.append(plan) or made)
         done = CliRunner().invoke(app.app, [*arguments, *(["--speed-gate"] if gate else [])])
         assert done.exit_code == status, done.output
         assert ("moelink: speed gate: " in done.output) == (status == 3)

@@ -186,6 +186,7 @@ def run(args: argparse.Namespace, save: Save) -> int:
     """Run the case and save the result."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     case = Case(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Case)})
+    case.of_rank.ep_config(0, case.ranks)  # refuses sizes before ranks start
     results: list[RankResult] = run_ranks(rank_main, case.ranks, case, timeout=600.0)
     failures = [f"rank {rank}: {result.gate}" for rank, result in enumerate(results) if result.gate]
     if failures:

@@ -56,7 +56,7 @@ from moelink.nn.experts import group_of_rows, grouped_matmul
 from moelink.rows.gated import gated_activation
 from moelink.tools.results import sizes_of
 from moelink_bench.document import device_names
-from moelink_bench.script import Save, Script, add_numbers
+from moelink_bench.script import Save, Script, add_numbers, positive
 from moelink_bench.timing import Action, capture, make_clock
 
 Product = Callable[["Rows", "Weights"], Tensor]
@@ -367,9 +367,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--sweep", action="store_true", help="time launch settings of the kernel, each by itself")
     parser.add_argument("--loads", nargs="+", help="rows an expert, few, one, mixed, room; default: all of them")
-    parser.add_argument("--most", type=int, default=4096, help="rows of the largest expert of a skewed load")
-    parser.add_argument("--samples", type=int, default=11)
-    parser.add_argument("--workers", type=int, default=12, help="processes that compile")
+    parser.add_argument("--most", type=positive, default=4096, help="rows of the largest expert of a skewed load")
+    parser.add_argument("--samples", type=positive, default=11)
+    parser.add_argument("--workers", type=positive, default=12, help="processes that compile")
     add_numbers(parser, dataclasses.asdict(Shape()))
 
 

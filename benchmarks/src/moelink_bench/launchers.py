@@ -17,17 +17,18 @@ import os
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 import moelink
+from moelink.names import BuiltInFormat
 from moelink.testing import assert_bitwise_equal
 from moelink_bench.contenders import Contender
 from moelink_bench.document import device_names
 from moelink_bench.presets import SMOKE, Case, Settings
-from moelink_bench.script import Save, Script, add_numbers
+from moelink_bench.script import Save, Script, add_numbers, positive
 from moelink_bench.timing import Action, Turns, capture, in_turns, make_clock, repeated, slowest_rank
 from moelink_bench.workload import Batch, rank_batch
 
@@ -243,11 +244,13 @@ def _repeated(side: Side, calls: int, device: torch.device) -> Action:
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the script's options."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8], help="ranks that one device plays")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 32, 128, 1024, 4096])
-    parser.add_argument("--formats", nargs="+", default=["bf16", "fp8_block128", "nvfp4"])
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 8], help="ranks that one device plays")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 32, 128, 1024, 4096])
+    parser.add_argument(
+        "--formats", nargs="+", choices=get_args(BuiltInFormat), default=["bf16", "fp8_block128", "nvfp4"]
+    )
     add_numbers(parser, {"hidden_size": 7168, "experts": 64, "topk": 8})
-    parser.add_argument("--samples", type=int, help="samples of a figure")
+    parser.add_argument("--samples", type=positive, help="samples of a figure")
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds after which a wait of a kernel ends")
 
 

@@ -29,9 +29,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from moelink.errors import ArgumentError
+from moelink.names import BuiltInFormat
 from moelink_bench.script import Save, Script
 
 TOKENS, EXPERTS, TOPK, HIDDEN = 8192, 128, 4, 7168
@@ -191,7 +192,7 @@ def read_stalls(report: Path, modules: Path) -> list[dict[str, Any]]:
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the script's options."""
     parser.add_argument("what", choices=("counters", "stalls", "run"))
-    parser.add_argument("--format", default="fp8_block128")
+    parser.add_argument("--format", choices=get_args(BuiltInFormat), default="fp8_block128")
     parser.add_argument("--read", type=Path, help="counters: an ncu report, instead of making one")
     parser.add_argument("--modules", type=Path, help="stalls: folder of ncu_report; default: the newest in /opt/nvidia")
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from moelink.control.group import is_launched
 from moelink.errors import ArgumentError, ConfigError, MoelinkError
 from moelink_bench.document import command_line, head, results_folder, write
@@ -80,13 +82,23 @@ class Script:
             return document
 
         try:
+            if str(vars(args).get("device")).startswith("cuda") and not torch.cuda.is_available():
+                raise ConfigError("device", "cpu on a machine without a CUDA device", args.device)
             return self.run(args, save)
         except MoelinkError as error:
             print(f"moelink: {error}", file=sys.stderr)
             return 2 if isinstance(error, (ArgumentError, ConfigError)) else 1
 
 
+def positive(text: str) -> int:
+    """Read an option that is a whole number of at least 1."""
+    if (value := int(text)) < 1:
+        raise ValueError(text)  # argparse names the option and the text
+    return value
+
+
 def add_numbers(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
-    """Add an option for each name, an integer with that default."""
+    """Add an option for each name, a whole number with that default: at least 1, but a seed may be any."""
     for name, value in defaults.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+        kind = int if name == "seed" else positive
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value)

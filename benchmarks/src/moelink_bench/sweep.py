@@ -25,15 +25,18 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import moelink
+from moelink.control.group import is_launched
+from moelink.errors import ArgumentError, UnsupportedError
 from moelink.kernels.launch.constants import combine_spec, dispatch_spec
 from moelink.kernels.launch.grid import Launch
+from moelink.names import BuiltInFormat
 from moelink.transports.symmetric import combine as combining
 from moelink.transports.symmetric import plans as dispatching
 from moelink_bench.contenders import open_communicator
@@ -41,7 +44,7 @@ from moelink_bench.document import device_names
 from moelink_bench.measure import PHASES
 from moelink_bench.presets import Case, Settings
 from moelink_bench.ranks import CALL_TIMEOUT, joined
-from moelink_bench.script import Save, Script, add_numbers
+from moelink_bench.script import Save, Script, add_numbers, positive
 from moelink_bench.timing import Clock, capture, everyone, slowest_rank
 from moelink_bench.workload import Batch, rank_batch
 
@@ -162,15 +165,23 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the script's options."""
     parser.add_argument("settings", nargs="*", type=setting, help="senders,receivers,warps,registers[,block]")
     parser.add_argument("--phase", choices=("dispatch", "combine"), default="dispatch", help="of settings")
-    parser.add_argument("--format", default="bf16")
+    parser.add_argument("--format", choices=get_args(BuiltInFormat), default="bf16")
     parser.add_argument("--spec", type=field, nargs="+", default=[], help="fields of the phase's spec: NAME=number")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
-    parser.add_argument("--most", type=int, help="max_tokens_per_rank of settings; default: the largest of --tokens")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[4096])
+    parser.add_argument(
+        "--most", type=positive, help="max_tokens_per_rank of settings; default: the most --tokens"
+    )
     add_numbers(parser, {"hidden": 7168, "experts": 256, "topk": 8})
 
 
 def run(args: argparse.Namespace, save: Save) -> int:
     """Print a line a row on rank 0, and save the document."""
+    if not is_launched():
+        raise ArgumentError(
+            "sweep", "a rank of torchrun (torchrun --nproc-per-node N -m moelink_bench.sweep)", "a process of its own"
+        )
+    if not torch.cuda.is_available():
+        raise UnsupportedError("device: expected a CUDA device for each rank, got none; run this on a GPU machine")
     args.most = args.most or max(args.tokens)
     with joined(int(os.environ["RANK"]), "cuda", flush_bytes=SETTINGS.rotation_bytes) as clock:
         make_rows = rows_of_settings if args.settings else rows_of_pairs

@@ -18,7 +18,7 @@ from moelink_bench.document import device_names
 from moelink_bench.frameworks.dispatchers import TOLERANCE, Amount, Case, Layer, compare, time_layer, times_as_fast
 from moelink_bench.frameworks.engines import SIZES
 from moelink_bench.ranks import joined
-from moelink_bench.script import Save, Script, add_numbers
+from moelink_bench.script import Save, Script, add_numbers, positive
 from moelink_bench.timing import Clock, Turns
 
 PACKAGES = {"torchtitan": "torchtitan", "megatron": "megatron-core", "vllm": "vllm", "sglang": "sglang"}
@@ -78,11 +78,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the script's options."""
     parser.add_argument("--framework", choices=PACKAGES, required=True)
     sizes = " ".join(map(str, SIZES))
-    parser.add_argument("--tokens", type=int, nargs="+", help=f"of each rank: default 4096, for engines {sizes}")
-    parser.add_argument("--experts", type=int, help="default 64, for engines 128")
+    parser.add_argument("--tokens", type=positive, nargs="+", help=f"of each rank: default 4096, for engines {sizes}")
+    parser.add_argument("--experts", type=positive, help="default 64, for engines 128")
     add_numbers(parser, {"hidden": 2048, "intermediate": 768, "topk": 8, "samples": 15})
     parser.add_argument("--room", type=float, help="rows of outputs over those expected, default 1.25; 0: worst case")
-    parser.add_argument("--calls", type=int, help="calls a sample, default 5; not for engines")
+    parser.add_argument("--calls", type=positive, help="calls a sample, default 5; not for engines")
 
 
 def run(args: argparse.Namespace, save: Save) -> int:
