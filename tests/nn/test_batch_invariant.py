@@ -61,7 +61,7 @@ def test_bits_are_those_of_one_rank(world: int, cases: list[Case], tokens: int) 
                 assert torch.equal(got_grad, grad), case
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=["plain", "fused", "fp8", "rows_in_mxfp8"])
 def test_bits_do_not_depend_on_the_batch(case: Case) -> None:
     result, grad = whole(case)
     for size, calls in ((7, 10), (1, 8)):
