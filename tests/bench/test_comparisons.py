@@ -203,10 +203,11 @@ def test_comparisons_are_printed_and_rendered(capsys: pytest.CaptureFixture[str]
         assert words in shown
     page = render.page([("decode.json", document)])
     readme = render.speed_summary([document])
+    assert "| 1 token, fp8_block128 | 9.0 : 9.9 (1.10) | 10.0 : 20.0 (2.00) |" in page
+    assert "1 token 14.6 µs / 10.0 µs; 32 tokens 17.3 µs / 16.7 µs" in page.replace("\n  ", " ")
+    assert "| 1 token, fp8_block128 | 10.0 : 20.0 (2.00) | 9.0 : 9.9 (1.10) |\n\n" in readme, "the only size it shows"
     for text in (page, readme):
-        assert "| 1 token, fp8_block128 | 9.0 : 9.9 (1.10) | 10.0 : 20.0 (2.00) |" in text
         assert "* like for like: faster in 2 of 2 cases against FlashInfer one-sided." in text
-        assert "1 token 14.6 µs / 10.0 µs; 32 tokens 17.3 µs / 16.7 µs" in text.replace("\n  ", " ")
     assert "(1.10)" in render.comparison_section([document])
     both = render.comparison_section([document, decode({**WON, FLASHINFER: ["", 8.0, "", 20.9]})])
     said = (
@@ -225,14 +226,30 @@ def test_comparisons_are_printed_and_rendered(capsys: pytest.CaptureFixture[str]
     assert sections.count("\n**1 GPU**\n\n| ") == 1
     assert sections.count("| 1 token, fp8_block128 | 9.0 : 9.9 (1.10)") == 2
     assert sections.count("DeepEP V2 on 8 × H20-3e") == 1
-    assert "by rank, views, quantised |" not in readme, "the table of phases has rows by expert"
     alone = render.comparison_section([document_of(make_plan("decode", ranks=1, device="cuda", tokens=(1,)), {})])
     assert "| 1 token" not in alone, "nobody was measured"
     remarked = {**document, "remark": "Disturbed."}
     for text in (render.page([("decode_4xh200.json", remarked)]), render.speed_summary([remarked])):
         assert text.count("\n\nDisturbed.\n\n* like for like") == 1, "below the table"
+    assert render.claim([document]) == "", "it has no such size"
     without = {name: value for name, value in remarked.items() if name != "speed_gate"}
     assert "Disturbed." in render.page([("decode_4xh200.json", without)])
+
+
+def test_the_readme_claims_what_was_measured() -> None:
+    plan = make_plan("decode", ranks=1, device="cuda", tokens=(32, 128))
+    document = document_of(plan, WON)
+    claim = " ".join(render.claim([document]).split())
+    for words in (
+        "On 1 × Some GPU, with 128 tokens per rank, a dispatch and its combine take **20.0 µs**.",
+        "with the permutation and the sum that experts need, takes 30.0 µs.",
+        "moelink takes 19.0 µs and FlashInfer 20.9 µs.",
+        f"fp8_block128 dispatch, CUDA graphs, {document['date']}",
+    ):
+        assert words in claim
+    lost = render.claim([document_of(plan, {**WON, FLASHINFER: ["", 9.9, "", 18.0]})])
+    assert "moelink takes 19.0 µs and FlashInfer 18.0 µs." in " ".join(lost.split())
+    assert render.claim([document_of(plan, {**WON, FLASHINFER: ["", 9.9, "", "no such release"]})]) == ""
 
 
 def test_a_remark_is_of_a_result_that_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,14 +1,13 @@
 """Write the figures of the results into the documents. ``--check`` only compares.
 
-* README.md, between the markers "speed": the medians of the presets ``decode`` and ``prefill`` of ``moelink bench`` on
-  the largest number of GPUs.
 * docs/performance.md, between the markers "benchmark": the comparison on CPUs.
-* docs/performance.md, between the markers "comparisons", and README.md behind the medians: the comparisons of the
-  newest form of these presets, on the largest number of GPUs that has them.
+* docs/performance.md, between the markers "comparisons": the comparisons of the presets ``decode`` and ``prefill`` of
+  ``moelink bench``, in their newest form, on each number of GPUs.
+* README.md, between the markers "speed": three sizes of them on the largest number of GPUs; and "claim": one size.
 * docs/performance.md, between the markers "host": host time of calls.
 * docs/pytorch.md, between the markers "overhead": what the operator layer costs.
 * README.md and docs/performance.md, between the markers "layer": the whole layer, by the preset ``layer``; README.md
-  on the fewest GPUs.
+  three cases on the fewest GPUs.
 * docs/results.md, whole: every result of ``moelink bench`` on GPUs, also that of the preset ``roles``.
 
 What must be said of a result, because something disturbed its run, is in ``benchmarks/remarks.json`` by file. It stands
@@ -28,7 +27,18 @@ from typing import Any
 
 from moelink.tools.results import BENCHMARK, LAYER_BENCHMARK, METHODS, ROLES_BENCHMARK
 from moelink_bench import host
-from moelink_bench.comparisons import COLUMNS, HEAD, merged, published_lines, share_lines, summary, table_of
+from moelink_bench.comparisons import (
+    AS_ENGINES,
+    COLUMNS,
+    HEAD,
+    NEEDED,
+    lines_of,
+    merged,
+    published_lines,
+    share_lines,
+    summary,
+    table_of,
+)
 from moelink_bench.document import markdown, repository, results_folder
 from moelink_bench.layer import result as tables
 from moelink_bench.measure import PHASES
@@ -40,6 +50,10 @@ from moelink_bench.script import parser_of
 COMMAND = "python -m moelink_bench.render"
 SHOWN = (BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK)
 """Benchmarks whose results on GPUs are shown whole."""
+README_ROWS = ("1 token, fp8_block128", "128 tokens, fp8_block128", "4096 tokens, fp8_block128")
+README_COLUMNS = ("whole operation", "like for like", AS_ENGINES)
+README_LAYERS = ("DeepSeek-V3, 1 token", "DeepSeek-V3, 128 tokens", "DeepSeek-V3, 4096 tokens")
+CLAIMED_TOKENS = 128
 COMPARISONS_ARE = (
     "*Like for like* is a pair of dispatch and combine by the contract of FlashInfer's one-sided all-to-all, against "
     "FlashInfer: quantised rows come in, and stay by rank where they arrive. That is its shortest call, which leaves "
@@ -104,59 +118,54 @@ def cell(result: dict[str, Any] | None) -> str:
     return text if method == "graph" else f"{text} {method}"
 
 
-def medians(row: dict[str, Any] | None) -> str:
-    """Render the phases' medians in us: of graph replays, or of eager calls where no phase has a graph.
-
-    A phase that is in a graph of pairs only has a dash: what events cost would stand beside figures without events.
-    """
-    if row is None or row["reason"]:
-        return "–"
-    phases = [row["phases"].get(phase) or {} for phase in PHASES]
-    method = "graph" if any(phase.get("graph") for phase in phases) else "eager"
-    figures = [phase.get(method) for phase in phases]
-    return " / ".join(microseconds(figure["median"]) if figure else "–" for figure in figures)
-
-
-def compact_table(documents: list[dict[str, Any]]) -> str:
-    """Render medians of results: a line per case with rows by expert, a column per contender, ours first."""
-    named = [(document, row) for document in documents for row in document["rows"]]
-    names = dict.fromkeys(row["contender"] for document, row in named if by_expert(document["cases"][row["case"]]))
-    order = sorted(names, key=lambda name: ("symmetric" not in name, "collective" in name))
-    heads, lines = [f"**{name}**" if "symmetric" in name else name for name in order], []
-    for document in documents:
-        for index, case in enumerate(document["cases"]):
-            rows = {row["contender"]: row for row in document["rows"] if row["case"] == index}
-            if by_expert(case):
-                lines.append([case["label"], *(medians(rows.get(name)) for name in order)])
-    return markdown(["dispatch / combine / both, µs", *heads], lines)
-
-
-def by_expert(case: dict[str, Any]) -> bool:
-    """Return whether rows of a result's case are by expert; results of before there were others say nothing."""
-    return bool(case["case"].get("layout", "expert") == "expert")
-
-
 def speed_summary(documents: list[dict[str, Any]]) -> str:
-    """Render what README.md shows of the presets decode and prefill; "" without a result of them."""
-    found = newest(documents)
+    """Render README.md's three sizes of the comparisons of decode and prefill; "" without a result that has them."""
+    found = compared_on(documents)
     if not found:
         return ""
     most, chosen = found[0]
     head = chosen[0]
     case, versions = head["cases"][0]["case"], head["versions"]
-    table = compact_table(chosen)
+    columns, lines = _comparison_lines(chosen, README_COLUMNS)
     text = (
-        f"Microseconds per call on {most} × {head['devices'][0]}, by tokens per rank: hidden size "
-        f"{case['hidden_size']}, top-{case['topk']} of {case['num_experts']} experts, uniform routing, bf16 combine. "
-        "Each figure is the median of the slowest rank. It was measured by CUDA-graph replay, or call by call where a "
-        "contender synchronises with the host, as moelink collective (on NCCL) does. "
-        "A dash marks a phase that could not be replayed alone, or a case "
-        f"that did not run. torch {versions['torch']}, triton {versions['triton']}, NCCL {versions['nccl']}, commit "
-        f"{head['commit'][:7]}, {head['date']}. [docs/results.md](docs/results.md) has percentiles and commands."
+        "A dispatch and its combine, by tokens per rank. *Whole operation*: rows arrive by expert, against FlashInfer "
+        "with a permutation and a sum. *Like for like*: by FlashInfer's own contract, in which quantised rows come in "
+        "and stay by rank where they arrive. *As engines call it*: the same, and FlashInfer also marks the ids of rows "
+        f"that no token fills. Medians of the slowest rank over replays of CUDA graphs, on {most} × "
+        f"{head['devices'][0]}: hidden size {case['hidden_size']}, top-{case['topk']} of {case['num_experts']} "
+        f"experts, uniform routing, bf16 combine. torch {versions['torch']}, triton {versions['triton']}, NCCL "
+        f"{versions['nccl']}, commit {head['commit'][:7]}, {head['date']}. Of all sizes "
+        "([results](docs/results.md), [conditions](docs/performance.md#against-whom)):"
     )
-    notes = [wrapped(f"* {note}") for note in leaving_out(chosen)]
-    compared = "".join(comparison_section(chosen) for _, chosen in compared_on(documents)[:1])
-    return "\n".join([table, "", wrapped(text), "", *notes, *(["", compared] if compared else [])])
+    table = markdown([HEAD, *columns], [line for line in lines if line[0] in README_ROWS], gap=" ")
+    notes = [wrapped(f"* {summary(one)}.") for one in merged(chosen)]
+    return "\n\n".join([table, wrapped(text), *remarks_on(chosen), "\n".join(notes)])
+
+
+def claim(documents: list[dict[str, Any]]) -> str:
+    """Render README.md's claim: both comparisons that count, with :data:`CLAIMED_TOKENS`; "" if one was not made."""
+    for most, chosen in compared_on(documents)[:1]:
+        lines = [
+            (document, line)
+            for document in chosen
+            for line in lines_of(document)
+            if NEEDED.get(line.kind) == line.contender
+            and document["cases"][line.case]["case"]["tokens"] == CLAIMED_TOKENS
+        ]
+        found = {line.kind: line for _, line in lines}
+        if len(found) < len(NEEDED):
+            return ""
+        document, line = lines[0]
+        case, whole, like = document["cases"][line.case]["case"], found["whole operation"], found["like for like"]
+        return wrapped(
+            f"On {most} × {document['devices'][0]}, with {CLAIMED_TOKENS} tokens per rank, a dispatch and its combine "
+            f"take **{microseconds(whole.ours)} µs**. FlashInfer's one-sided all-to-all, with the permutation and the "
+            f"sum that experts need, takes {microseconds(whole.theirs)} µs. By FlashInfer's own contract, without "
+            f"these, moelink takes {microseconds(like.ours)} µs and FlashInfer {microseconds(like.theirs)} µs. "
+            f"(Hidden size {case['hidden_size']}, top-{case['topk']} of {case['num_experts']} experts, uniform "
+            f"routing, {case['format']} dispatch, CUDA graphs, {document['date']}; [other sizes](#results).)"
+        )
+    return ""
 
 
 def newest(documents: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -188,9 +197,7 @@ def comparison_section(documents: list[dict[str, Any]]) -> str:
     where there is nothing of it."""
     remarks = remarks_on(documents)
     documents = [document for document in documents if "speed_gate" in document]
-    tables = [table_of(document) for document in documents]
-    columns = [name for name in COLUMNS if any(name in heads for heads, _ in tables)]
-    lines = [line for heads, rows in tables for line in _padded(columns, heads, rows)]
+    columns, lines = _comparison_lines(documents, COLUMNS)
     parts = []
     if lines:
         ran = dict.fromkeys(
@@ -204,15 +211,24 @@ def comparison_section(documents: list[dict[str, Any]]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _padded(columns: list[str], heads: list[str], rows: list[list[str]]) -> list[list[str]]:
-    """``rows`` with a cell for each of ``columns``, so that tables of several results are one."""
-    found = [dict(zip(heads[1:], row[1:], strict=True)) for row in rows]
-    return [[row[0], *(cells.get(name, "–") for name in columns)] for row, cells in zip(rows, found, strict=True)]
+def _comparison_lines(documents: list[dict[str, Any]], columns: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Return those of ``columns`` that a document has, and the lines of all documents, with a cell for each of them."""
+    tables = [table_of(document) for document in documents]
+    used = [name for name in columns if any(name in heads for heads, _ in tables)]
+    rows = [(row[0], dict(zip(heads[1:], row[1:], strict=True))) for heads, lines in tables for row in lines]
+    return used, [[label, *(cells.get(name, "–") for name in used)] for label, cells in rows]
 
 
 def layer_summary(documents: list[dict[str, Any]]) -> str:
     """Render what README.md and docs/performance.md show of the layer; "" without a result."""
     return "\n\n".join(part for document in documents for part in _layer_parts(document, spread=False))
+
+
+def with_cases(document: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
+    """Return a result of the layer with the cases of these labels alone."""
+    kept = [index for index, case in enumerate(document["cases"]) if case["label"] in labels]
+    rows = [{**row, "case": kept.index(row["case"])} for row in document["rows"] if row["case"] in kept]
+    return {**document, "cases": [document["cases"][index] for index in kept], "rows": rows}
 
 
 def _layer_parts(document: dict[str, Any], *, spread: bool) -> list[str]:
@@ -368,16 +384,17 @@ def rendered() -> dict[Path, str]:
     layers = gpu_results(LAYER_BENCHMARK)
     by_ranks = [document for _, document in reversed(layers)]
     picture = f"\n\n{LAYER_PICTURE}" if (root / "docs" / "layer.png").exists() else ""
-    start = between(readme.read_text(), "speed", speed_summary([document for _, document in results]))
+    measured = [document for _, document in results]
+    start = between(between(readme.read_text(), "speed", speed_summary(measured)), "claim", claim(measured))
     speed = between(performance.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json")))
-    compared = comparison_sections([document for _, document in results])
+    compared = comparison_sections(measured)
     times = "\n\n".join(
         text if text.startswith("|") else wrapped(text) for text in host.host_summary(host.results(host.HOST_BENCHMARK))
     )
     costs = "\n\n".join(wrapped(host.overhead_of(each)) for _, each in host.results(host.OPERATORS_BENCHMARK))
     speed = between(speed, "host", times)
     return {
-        readme: between(start, "layer", layer_summary(by_ranks[:1])),
+        readme: between(start, "layer", layer_summary([with_cases(one, README_LAYERS) for one in by_ranks[:1]])),
         performance: between(
             between(speed, "comparisons", compared or NO_RESULT),
             "layer",
