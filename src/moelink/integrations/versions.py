@@ -66,7 +66,7 @@ def require(package: str) -> str:
         UnsupportedError: it is not installed, or not one of the releases that the integration works with.
     """
     known = RELEASES[package]
-    install = f"run pip install 'moelink[{known.extra}]'"
+    install = f"run pip install '{package}>={known.first},<{known.end}'"
     found = next(filter(None, map(_installed, (package, *known.builds))), None)
     if found is None or not known.has(found):
         raise UnsupportedError(

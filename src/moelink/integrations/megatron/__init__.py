@@ -2,7 +2,7 @@
 
 :func:`moelink.integrations.megatron.spec.with_moelink` puts it into a layer spec (``docs/megatron.md``).
 
-Needs ``pip install 'moelink[megatron]'``. This package can be imported without Megatron-core; its modules ``spec`` and
+Needs the extra ``moelink[megatron]``. This package can be imported without Megatron-core; its modules ``spec`` and
 ``layer`` raise UnsupportedError then, as they do with a release that was not tested.
 """
 

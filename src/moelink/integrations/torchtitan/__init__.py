@@ -5,7 +5,7 @@ Name the overrides on the command line, or in ``override.imports`` of a configur
 * ``moelink.integrations.torchtitan.overrides.dispatcher``
 * ``moelink.integrations.torchtitan.overrides.selective_checkpointing``
 
-Needs ``pip install 'moelink[torchtitan]'``. This package can be imported without torchtitan; its modules ``overrides``
+Needs the extra ``moelink[torchtitan]``. This package can be imported without torchtitan; its modules ``overrides``
 and ``dispatcher`` raise UnsupportedError then, as they do with a release that was not tested.
 """
 

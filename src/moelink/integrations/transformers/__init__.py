@@ -8,7 +8,7 @@ Two ways, described in ``docs/transformers.md``:
   replicated;
 * :func:`register` puts moelink into transformers' registry, for ``DistributedConfig(ep_implementation="moelink")``.
 
-Needs ``pip install 'moelink[transformers]'``.
+Needs the extra ``moelink[transformers]``.
 """
 
 from moelink.integrations.transformers.checkpoint import CheckpointError, LoadReport

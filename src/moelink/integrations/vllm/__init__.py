@@ -3,7 +3,7 @@
 Set ``MOELINK_VLLM=1`` and start vLLM with ``--enable-expert-parallel`` and more than one data-parallel rank
 (``docs/vllm.md``). vLLM finds :func:`moelink.integrations.vllm.plugin.register` by its entry point.
 
-Needs ``pip install 'moelink[vllm]'``. This package can be imported without vLLM; subclasses of its classes are in
+Needs the extra ``moelink[vllm]``. This package can be imported without vLLM; subclasses of its classes are in
 :mod:`moelink.integrations.vllm.prepare_finalize`, which the plugin imports once it has checked the release.
 """
 

@@ -19,7 +19,7 @@ def main() -> int:
     if missing:
         print(  # noqa: T201
             f"The moelink command needs {' and '.join(missing)}, which are not installed. Install them with:\n"
-            "    pip install 'moelink[cli]'",
+            f"    pip install {' '.join(missing)}",
             file=sys.stderr,
         )
         return 1
