@@ -168,7 +168,7 @@ docs-serve: $(DOCS_STAMP)  ## the site at http://127.0.0.1:8000, built again whe
 reference: $(STAMP)  ## the reference pages that are made from the command line and from moelink.env
 	$(BIN)/python docs/support/reference.py
 
-scale: $(STAMP)  ## the tables and the picture of docs/scale.md, from the plan
+scale: $(STAMP)  ## the tables and docs/scale.png of docs/plan.md, from the plan
 	$(BIN)/python docs/support/scale.py
 
 wheel:  ## dist/moelink-*.whl

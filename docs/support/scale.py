@@ -1,6 +1,6 @@
-"""Writes the tables and the picture of ``docs/scale.md``, which are predictions of ``moelink plan``.
+"""Writes the tables and the picture of a layer by number of GPUs in ``docs/plan.md``, predictions of ``moelink plan``.
 
-``python docs/support/scale.py`` (``make scale``) writes ``docs/scale.md`` between its marks, and ``docs/scale.png``;
+``python docs/support/scale.py`` (``make scale``) writes ``docs/plan.md`` between its marks, and ``docs/scale.png``;
 ``tests/project/test_docs_scale.py`` fails if the page is not the present plan.
 """
 
@@ -21,7 +21,7 @@ from moelink.tools.plan import (
 from moelink.tools.plots import INK, MUTED, frame, new_figure
 
 DOCS = Path(__file__).resolve().parent.parent
-PAGE, PICTURE = DOCS / "scale.md", DOCS / "scale.png"
+PAGE, PICTURE = DOCS / "plan.md", DOCS / "scale.png"
 MARKS = ("<!-- plan: begin -->\n", "<!-- plan: end -->\n")
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PER_NODE = 8
@@ -78,14 +78,14 @@ def tables() -> str:
     parts = []
     for tokens, title in CASES.items():
         rows = "\n".join(row_of(size) for size in plan_of(tokens)["sizes"])
-        parts.append(f"### {title}\n\n{head}{rows}\n")
+        parts.append(f"#### {title}\n\n{head}{rows}\n")
     return "\n" + "\n".join([*parts, table_of_formats()]) + "\n"
 
 
 def table_of_formats() -> str:
     """The savings of rows that come home in fp8_block128, in the form that "auto" chooses for them."""
     head = (
-        "### Rows home in 8 bits\n\n"
+        "#### Rows home in 8 bits\n\n"
         "| GPUs | tokens | combine, bf16 | combine, fp8_block128 | layer, bf16 | layer, fp8_block128 |\n"
         "|---:|---:|---:|---:|---:|---:|\n"
     )

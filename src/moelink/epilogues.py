@@ -14,7 +14,7 @@ every token of the call and may have more, which are left alone. It may be of an
 for combine_dtype fp64), terms are added in it, and one rounding to nearest even follows (fp64 sums go to a narrower
 ``out`` by way of fp32). NaN is 0x7fff in bf16. A plain tensor as ``epilogue`` adds too, but keeps combine's own dtype.
 
-Twin and kernel give the same bits. docs/hooks.md shows how to write one.
+Twin and kernel give the same bits. docs/pytorch.md shows how to write one.
 """
 
 from __future__ import annotations

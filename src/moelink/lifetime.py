@@ -87,7 +87,7 @@ class Lifetime(OfThisProcess):
         return self._lanes.traffic()
 
     def trace(self) -> AbstractContextManager[Trace]:
-        """Return a context that stamps when the CTAs of its calls read, wait, store and publish (docs/trace.md).
+        """Return a context that stamps when the CTAs of its calls read, wait, store and publish (docs/performance.md).
 
         Inside, calls run kernels that stamp; others stay as they are. Leaving it is collective: ranks align clocks and
         gather. Raises UnsupportedError where no kernels can stamp, PeerTimeoutError where a peer does not leave it.

@@ -206,6 +206,16 @@ def test_files_that_pages_name_exist(page: str) -> None:
         assert (ROOT / name).exists(), f"{page}: expected a file of the repository, got {name}"
 
 
+def test_errors_that_are_explained_are_raised() -> None:
+    """Words in bold and code of the page are those of an error, found in the source with its strings joined."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    words = re.findall(r"^\*\*`([^`]+)`\*\*", page, re.MULTILINE)
+    assert len(words) >= 10
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", source)
+    assert not [word for word in words if word not in joined]
+
+
 def commands_of(page: str, name: str) -> set[str]:
     """What a page tells people to type that begins with ``name``: lines of shell blocks, and code in sentences."""
     text = (ROOT / page).read_text()

@@ -1,4 +1,4 @@
-"""docs/scale.md has what the plan says now, and its picture can be drawn."""
+"""docs/plan.md has what the plan says now of a layer on 1 to 256 GPUs, and its picture can be drawn."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SCRIPT = ROOT / "docs" / "support" / "scale.py"
 
 def test_the_tables_are_the_plan_s() -> None:
     made = runpy.run_path(str(SCRIPT))
-    page = (ROOT / "docs" / "scale.md").read_text()
-    assert page == made["written"](page), "docs/scale.md is out of date; run: make scale"
+    page = (ROOT / "docs" / "plan.md").read_text()
+    assert page == made["written"](page), "docs/plan.md is out of date; run: make scale"
     rows = re.findall(r"^\| (\d+)(?:\\\*)? \| \d+ \| ([a-zA-Z][^|]*) \|", page, flags=re.MULTILINE)
     assert [int(ranks) for ranks, _ in rows] == 2 * list(made["RANKS"])
     assert {way for _, way in rows} >= {"NVLink", "NVSHMEM, two levels"}

@@ -153,7 +153,7 @@ def test_peers_of_a_refused_rank_learn_of_it() -> None:
 
 
 def test_the_table_is_the_same_wherever_it_stands() -> None:
-    """In the Makefile's files of constraints, in the nightly job, in the page, in README.md and in pyproject.toml."""
+    """In the Makefile's files of constraints, in the nightly job, in the page and in pyproject.toml."""
     names = [f"torch-{first}-triton-{second}" for first, second in TESTED_PAIRS]
     found = {path.stem: path.read_text() for path in (ROOT / "requirements" / "pairs").glob("*.txt")}
     assert sorted(found) == sorted(names)
@@ -162,9 +162,8 @@ def test_the_table_is_the_same_wherever_it_stands() -> None:
         assert re.search(rf"^triton=={re.escape(second)}\.\d", found[name], re.MULTILINE), name
     nightly = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     assert re.findall(r"test-pair PAIR=(\S+)", nightly) == names
-    for page in ("README.md", "docs/compatibility.md"):
-        rows = re.findall(r"^\| (2\.\d+) \| (3\.\d+) \|", (ROOT / page).read_text(), re.MULTILINE)
-        assert rows == list(TESTED_PAIRS), page
+    page = (ROOT / "docs" / "works-with.md").read_text()
+    assert re.findall(r"^\| (2\.\d+) \| (3\.\d+) \|", page, re.MULTILINE) == list(TESTED_PAIRS)
     project = (ROOT / "pyproject.toml").read_text()
     for name, oldest in OLDEST.items():
         assert f'"{name}>={oldest}' in project

@@ -1,4 +1,4 @@
-"""Hooks: the ready epilogues in combine, their Triton functions against the twins, and what docs/hooks.md shows."""
+"""Hooks: the ready epilogues in combine, their Triton functions against the twins, and what docs/pytorch.md shows."""
 
 import importlib.util
 import re
@@ -250,7 +250,7 @@ class TestRefusals:
             epilogues.block_quantize("fp7", payload, scales)
 
 
-DOCUMENT = ROOT / "docs" / "hooks.md"
+DOCUMENT = ROOT / "docs" / "pytorch.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
 
 
