@@ -5,6 +5,7 @@
 * A folder in the navigation (``lab/``) stands for its pages, in the order of their names.
 * Diagrams are drawn by the Mermaid that ``make docs`` has put beside the site's packages, on pages that have some. The
   theme would load it from another host. Where it is missing, diagrams stay text.
+* Tables of results and the experiments log (:data:`UNSEARCHED`) are left out of the search: figures would fill it.
 * Links to files that are no pages (``../src/moelink/errors.py``) lead to the repository.
 """
 
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MERMAID = Path(sys.prefix) / "mermaid.min.js"
 SCRIPT = "javascripts/mermaid.min.js"
 ROOT_PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+UNSEARCHED = ("results.md", "lab/")
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 FENCE = re.compile(r"^ *(```|~~~)")
 
@@ -63,8 +65,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links of GitHub those of the site."""
+    """Make links of GitHub those of the site, and leave pages out of the search."""
     source = page.file.src_uri
+    if source.startswith(UNSEARCHED):
+        page.meta["search"] = {"exclude": True}
     folder = ROOT if source in ROOT_PAGES else Path(config.docs_dir) / posixpath.dirname(source)
 
     def lead(match: re.Match[str]) -> str:

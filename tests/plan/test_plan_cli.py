@@ -229,7 +229,8 @@ def test_the_commands_of_the_pages_run(page: str, tmp_path: Path, monkeypatch: p
     for ranks in (2, 4, 8):
         results(tmp_path / "results", ranks).rename(tmp_path / "results" / f"{ranks}gpus.json")
     blocks = re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
-    lines = [line for block in blocks for line in block.splitlines() if line.startswith("moelink plan")]
+    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    lines = [line for line in lines if line.startswith("moelink plan")]
     assert lines
     for line in lines:
         done = run(*shlex.split(line, comments=True)[2:])

@@ -219,7 +219,8 @@ def test_errors_that_are_explained_are_raised() -> None:
 def commands_of(page: str, name: str) -> set[str]:
     """What a page tells people to type that begins with ``name``: lines of shell blocks, and code in sentences."""
     text = (ROOT / page).read_text()
-    lines = [line for block in blocks_of(ROOT / page) if block.language == "sh" for line in block.code.splitlines()]
+    shell = [block.code.replace("\\\n", "") for block in blocks_of(ROOT / page) if block.language == "sh"]
+    lines = [line for code in shell for line in code.splitlines()]
     words = re.sub(r"^( *```).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE)
     return {said for said in (*lines, *re.findall(r"`([^`]+)`", words)) if said.startswith(f"{name} ")}
 
