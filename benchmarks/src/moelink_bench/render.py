@@ -54,6 +54,9 @@ README_ROWS = ("1 token, fp8_block128", "128 tokens, fp8_block128", "4096 tokens
 README_COLUMNS = ("whole operation", "like for like", AS_ENGINES)
 README_LAYERS = ("DeepSeek-V3, 1 token", "DeepSeek-V3, 128 tokens", "DeepSeek-V3, 4096 tokens")
 CLAIMED_TOKENS = 128
+WHOLE = 3
+"""Columns of the comparisons up to here are of whole calls, the others of parts of them: a table for each, so that
+phones show them."""
 COMPARISONS_ARE = (
     "*Like for like* is a pair of dispatch and combine by the contract of FlashInfer's one-sided all-to-all, against "
     "FlashInfer: quantised rows come in, and stay by rank where they arrive. That is its shortest call, which leaves "
@@ -197,13 +200,13 @@ def comparison_section(documents: list[dict[str, Any]]) -> str:
     where there is nothing of it."""
     remarks = remarks_on(documents)
     documents = [document for document in documents if "speed_gate" in document]
-    columns, lines = _comparison_lines(documents, COLUMNS)
-    parts = []
-    if lines:
+    tables = [_comparison_lines(documents, names) for names in (COLUMNS[:WHOLE], COLUMNS[WHOLE:])]
+    parts = [markdown([HEAD, *columns], lines, gap=" ") for columns, lines in tables if lines]
+    if parts:
         ran = dict.fromkeys(
             f"{each['ranks']} × {each['devices'][0]}, commit {each['commit'][:7]}, {each['date']}" for each in documents
         )
-        parts = [markdown([HEAD, *columns], lines, gap=" "), wrapped(f"{COMPARISONS_ARE} {'; '.join(ran)}.")]
+        parts.append(wrapped(f"{COMPARISONS_ARE} {'; '.join(ran)}."))
     notes = [summary(one) for one in merged(documents)] if documents else []
     notes += [line for document in documents for line in published_lines(document["published"])]
     parts += remarks
@@ -212,11 +215,17 @@ def comparison_section(documents: list[dict[str, Any]]) -> str:
 
 
 def _comparison_lines(documents: list[dict[str, Any]], columns: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Return those of ``columns`` that a document has, and the lines of all documents, with a cell for each of them."""
+    """Return those of ``columns`` that a document has, and the lines that have a figure there, with a cell for each."""
     tables = [table_of(document) for document in documents]
     used = [name for name in columns if any(name in heads for heads, _ in tables)]
-    rows = [(row[0], dict(zip(heads[1:], row[1:], strict=True))) for heads, lines in tables for row in lines]
-    return used, [[label, *(cells.get(name, "–") for name in used)] for label, cells in rows]
+    rows = [
+        (row[0], {name: cell for name, cell in zip(heads[1:], row[1:], strict=True) if cell != "–"})
+        for heads, lines in tables
+        for row in lines
+    ]
+    return used, [
+        [label, *(cells.get(name, "–") for name in used)] for label, cells in rows if cells.keys() & set(used)
+    ]
 
 
 def layer_summary(documents: list[dict[str, Any]]) -> str:
