@@ -49,7 +49,7 @@ def us(value: float) -> str:
 
 
 def rows_of(size: dict[str, Any]) -> tuple[str, str]:
-    """A line of each table, of what it needs and of how long it takes, in the form that "auto" chooses."""
+    """A line of each table, of needs and of times, in the form that "auto" chooses."""
     phases = size["schemes"][size["auto"]]
     dispatch, combine = (phases[phase]["time"]["total_us"] for phase in ("dispatch", "combine"))
     whole = size["layer"]["total_us"]
