@@ -273,7 +273,7 @@ def endpoint_of_environment(rank: int) -> Endpoint | None:
     if not asked:
         return None
     host, _, port = asked.rpartition(":")
-    if not port.isdecimal():
+    if not port.isdecimal() or int(port) == 0:
         raise ConfigError(METRICS.name, "a port, or HOST:PORT", asked)
     opened = _opened_by(os.getpid())
     if asked not in opened:
