@@ -172,6 +172,7 @@ def test_what_is_refused(monkeypatch, registry):
     for value, error, match in (
         ("on", moelink.ConfigError, "MOELINK_METRICS: expected a port"),
         ("localhost:", moelink.ConfigError, "MOELINK_METRICS: expected a port"),
+        ("0", moelink.ConfigError, "MOELINK_METRICS: expected a port"),
         ("9400", moelink.UnsupportedError, "prometheus_client"),
     ):
         monkeypatch.setenv("MOELINK_METRICS", value)
