@@ -168,9 +168,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=get_args(BuiltInFormat), default="bf16")
     parser.add_argument("--spec", type=field, nargs="+", default=[], help="fields of the phase's spec: NAME=number")
     parser.add_argument("--tokens", type=positive, nargs="+", default=[4096])
-    parser.add_argument(
-        "--most", type=positive, help="max_tokens_per_rank of settings; default: the most --tokens"
-    )
+    parser.add_argument("--most", type=positive, help="max_tokens_per_rank of settings; default: the most --tokens")
     add_numbers(parser, {"hidden": 7168, "experts": 256, "topk": 8})
 
 
