@@ -70,6 +70,7 @@ def init(
         >>> out[:, 0].tolist()
         [1.0, 1.0, 0.5]
     """
+    settings = {name: value for name, value in locals().items() if name not in ("group", "device")}
     refused: ConfigError | None = None
     try:
         where = default_device() if device is None else plain_device(device)
@@ -80,33 +81,7 @@ def init(
     try:
         if refused is not None:
             raise refused
-        config = EPConfig(
-            num_experts=num_experts,
-            topk=topk,
-            hidden_size=hidden_size,
-            max_tokens_per_rank=max_tokens_per_rank,
-            dispatch_format=dispatch_format,
-            combine_dtype=combine_dtype,
-            combine_format=combine_format,
-            layout=layout,
-            expert_alignment=expert_alignment,
-            capacity=capacity,
-            rows_per_expert=rows_per_expert,
-            pre_reduce=pre_reduce,
-            batch_invariant=batch_invariant,
-            fused_shared_expert=fused_shared_expert,
-            global_ids=global_ids,
-            zero_copy=zero_copy,
-            mode=mode,
-            transport=transport,
-            ranks_per_node=ranks_per_node,
-            two_level=two_level,
-            num_sms=num_sms,
-            lanes=lanes,
-            timeout=timeout,
-            world_size=world.world_size,
-            rank=world.rank,
-        )
+        config = EPConfig(**settings, world_size=world.world_size, rank=world.rank)
         endpoint = endpoint_of_environment(world.rank)
     except (ConfigError, UnsupportedError) as error:
         try:

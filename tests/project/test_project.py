@@ -101,7 +101,7 @@ def test_issue_forms_ask_what_moelink_env_says() -> None:
     forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[0-9]-*.yml"))
     assert len(forms) == 4
     for form in forms[:3]:
-        assert "moelink env --json" in form.read_text(), form.name
+        assert "moelink env --full --json" in form.read_text(), form.name
 
 
 def test_one_address() -> None:

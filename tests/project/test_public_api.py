@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import get_args
 
 import pytest
+import torch
 
 import moelink
 import moelink_bench
@@ -61,6 +62,19 @@ def test_the_help_of_init_has_every_parameter() -> None:
         default = fields[name].default
         assert parameters[name].default == (inspect.Parameter.empty if default is dataclasses.MISSING else default)
         assert parameters[name].annotation == fields[name].type
+
+
+def test_outputs_are_shown_by_dtype_and_shape() -> None:
+    with moelink.init(num_experts=4, topk=2, hidden_size=8, max_tokens_per_rank=3, device="cpu") as ep:
+        recv = ep.dispatch(torch.ones(3, 8, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, 2], [3, -1]]),
+                           host_counts=True)  # fmt: skip
+        shown = repr(recv)
+        assert "tokens=bfloat16[5, 8], scales=None, row_offsets=int32[5]" in shown
+        assert "host_counts=list[4]" in shown
+        assert "topk_ids=int64[3, 2]" in repr(recv.handle)
+        assert repr(moelink.get_format("mxfp8").quantize(torch.ones(2, 32))) == (
+            "Quantized(payload=float8_e4m3fn[2, 32], scales=float8_e8m0fnu[2, 1])"
+        )
 
 
 def test_the_names_of_formats_are_those_of_the_registry() -> None:

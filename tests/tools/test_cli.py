@@ -30,6 +30,7 @@ from moelink.tools.cli.console import bar, make_console, quantity
 from moelink.tools.cli.environment import inspect_environment
 from moelink.tools.demo import DemoConfig, DemoReport, LayerConfig
 from moelink.tools.demo.report import FormatResult
+from moelink.tools.trace import TraceRun
 from tests.support.commands import run_in_terminal, run_python
 
 SMALL = ["--ranks", "2", "--tokens", "12", "--experts", "6", "--topk", "2", "--hidden", "128"]
@@ -181,6 +182,16 @@ def test_a_trace_whose_sizes_are_refused_starts_no_rank(
     monkeypatch.setattr(sys, "argv", ["moelink", "trace", "--device", "cpu", "--format", "mxfp8", "--hidden", "33"])
     assert main() == 2
     assert "hidden_size: expected a multiple of 32" in capsys.readouterr().err
+
+
+def test_trace_prints_its_table_or_its_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = TraceRun({"traceEvents": [], "summary": {"unit": "steps"}}, "a table")
+    monkeypatch.setattr("moelink.tools.trace.run_trace", lambda config, progress: made)
+    shown, printed = (
+        CliRunner().invoke(commands.app, ["trace", "--device", "cpu", *more]) for more in ([], ["--json"])
+    )
+    assert shown.stdout == "a table\n"
+    assert json.loads(printed.stdout) == made.document
 
 
 def test_the_version_and_the_completion_of_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:

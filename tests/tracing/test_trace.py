@@ -96,6 +96,7 @@ def test_json_has_a_track_for_each_rank_and_sm():
         assert inner
         assert all(any(c["ts"] <= e["ts"] and e["ts"] + e["dur"] <= c["ts"] + c["dur"] for c in ctas) for e in inner)
     assert result["json"]["otherData"]["unit"] == "steps"
+    assert {each["phase"] for each in result["json"]["summary"]["moments"]} == {"dispatch", "combine"}
     assert sum(e["ph"] == "X" and "cta" in e["args"] for e in events) == len(slices)
 
 
