@@ -27,22 +27,10 @@ from typing import Any
 
 from moelink.tools.results import BENCHMARK, LAYER_BENCHMARK, METHODS, ROLES_BENCHMARK
 from moelink_bench import host
-from moelink_bench.comparisons import (
-    AS_ENGINES,
-    COLUMNS,
-    HEAD,
-    NEEDED,
-    lines_of,
-    merged,
-    published_lines,
-    share_lines,
-    summary,
-    table_of,
-)
+from moelink_bench.comparisons import COLUMNS, HEAD, merged, published_lines, share_lines, summary, table_of
 from moelink_bench.document import markdown, repository, results_folder
 from moelink_bench.layer import result as tables
 from moelink_bench.measure import PHASES
-from moelink_bench.report import microseconds
 from moelink_bench.roles_result import comparison_lines
 from moelink_bench.roles_result import tables as roles_tables
 from moelink_bench.script import parser_of
@@ -51,12 +39,9 @@ COMMAND = "python -m moelink_bench.render"
 SHOWN = (BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK)
 """Benchmarks whose results on GPUs are shown whole."""
 README_ROWS = ("1 token, fp8_block128", "128 tokens, fp8_block128", "4096 tokens, fp8_block128")
-README_COLUMNS = ("whole operation", "like for like", AS_ENGINES)
 README_LAYERS = ("DeepSeek-V3, 1 token", "DeepSeek-V3, 128 tokens", "DeepSeek-V3, 4096 tokens")
-CLAIMED_TOKENS = 128
-WHOLE = 3
-"""Columns of the comparisons up to here are of whole calls, the others of parts of them: a table for each, so that
-phones show them."""
+PAIRS = COLUMNS[:3]
+"""Comparisons of pairs. Those of parts have a table of their own, so that phones show both."""
 COMPARISONS_ARE = (
     "*Like for like* is a pair of dispatch and combine by the contract of FlashInfer's one-sided all-to-all, against "
     "FlashInfer: quantised rows come in, and stay by rank where they arrive. That is its shortest call, which leaves "
@@ -129,12 +114,12 @@ def speed_summary(documents: list[dict[str, Any]]) -> str:
     most, chosen = found[0]
     head = chosen[0]
     case, versions = head["cases"][0]["case"], head["versions"]
-    columns, lines = _comparison_lines(chosen, README_COLUMNS)
+    columns, lines = _comparison_lines(chosen, PAIRS)
     text = (
-        "A dispatch and its combine, by tokens per rank. *Whole operation*: rows arrive by expert, against FlashInfer "
-        "with a permutation and a sum. *Like for like*: by FlashInfer's own contract, in which quantised rows come in "
-        "and stay by rank where they arrive. *As engines call it*: the same, and FlashInfer also marks the ids of rows "
-        f"that no token fills. Medians of the slowest rank over replays of CUDA graphs, on {most} × "
+        "A dispatch and its combine, by tokens per rank. *Like for like*: by FlashInfer's own contract, in which "
+        "quantised rows come in and stay by rank where they arrive. *As engines call it*: the same, and FlashInfer "
+        "also marks the ids of rows that no token fills. *Whole operation*: rows arrive by expert, against FlashInfer "
+        f"with a permutation and a sum. Medians of the slowest rank over replays of CUDA graphs, on {most} × "
         f"{head['devices'][0]}: hidden size {case['hidden_size']}, top-{case['topk']} of {case['num_experts']} "
         f"experts, uniform routing, bf16 combine. torch {versions['torch']}, triton {versions['triton']}, NCCL "
         f"{versions['nccl']}, commit {head['commit'][:7]}, {head['date']}. Of all sizes "
@@ -146,27 +131,20 @@ def speed_summary(documents: list[dict[str, Any]]) -> str:
 
 
 def claim(documents: list[dict[str, Any]]) -> str:
-    """Render README.md's claim: both comparisons that count, with :data:`CLAIMED_TOKENS`; "" if one was not made."""
+    """Render README.md's claim, both comparisons that count in the second of its rows; "" if one was not made."""
     for most, chosen in compared_on(documents)[:1]:
-        lines = [
-            (document, line)
-            for document in chosen
-            for line in lines_of(document)
-            if NEEDED.get(line.kind) == line.contender
-            and document["cases"][line.case]["case"]["tokens"] == CLAIMED_TOKENS
-        ]
-        found = {line.kind: line for _, line in lines}
-        if len(found) < len(NEEDED):
+        _, lines = _comparison_lines(chosen, ("whole operation", "like for like"))
+        row = next((line for line in lines if line[0] == README_ROWS[1]), [])
+        if len(row) < 3 or "–" in row:
             return ""
-        document, line = lines[0]
-        case, whole, like = document["cases"][line.case]["case"], found["whole operation"], found["like for like"]
+        whole, like, case = row[1].split(), row[2].split(), chosen[0]["cases"][0]["case"]
         return wrapped(
-            f"On {most} × {document['devices'][0]}, with {CLAIMED_TOKENS} tokens per rank, a dispatch and its combine "
-            f"take **{microseconds(whole.ours)} µs**. FlashInfer's one-sided all-to-all, with the permutation and the "
-            f"sum that experts need, takes {microseconds(whole.theirs)} µs. By FlashInfer's own contract, without "
-            f"these, moelink takes {microseconds(like.ours)} µs and FlashInfer {microseconds(like.theirs)} µs. "
-            f"(Hidden size {case['hidden_size']}, top-{case['topk']} of {case['num_experts']} experts, uniform "
-            f"routing, {case['format']} dispatch, CUDA graphs, {document['date']}; [other sizes](#results).)"
+            f"On {most} × {chosen[0]['devices'][0]}, a dispatch and its combine of {row[0].partition(',')[0]} per rank "
+            f"take **{whole[0]} µs**. FlashInfer's one-sided all-to-all, with the permutation and the sum that experts "
+            f"need, takes {whole[2]} µs. By FlashInfer's own contract, without these, moelink takes {like[0]} µs and "
+            f"FlashInfer {like[2]} µs. (Hidden size {case['hidden_size']}, top-{case['topk']} of {case['num_experts']} "
+            f"experts, uniform routing, {case['format']} dispatch, CUDA graphs, {chosen[0]['date']}; [other "
+            "sizes](#results).)"
         )
     return ""
 
@@ -200,7 +178,7 @@ def comparison_section(documents: list[dict[str, Any]]) -> str:
     where there is nothing of it."""
     remarks = remarks_on(documents)
     documents = [document for document in documents if "speed_gate" in document]
-    tables = [_comparison_lines(documents, names) for names in (COLUMNS[:WHOLE], COLUMNS[WHOLE:])]
+    tables = [_comparison_lines(documents, names) for names in (PAIRS, COLUMNS[len(PAIRS) :])]
     parts = [markdown([HEAD, *columns], lines, gap=" ") for columns, lines in tables if lines]
     if parts:
         ran = dict.fromkeys(
@@ -218,14 +196,9 @@ def _comparison_lines(documents: list[dict[str, Any]], columns: Sequence[str]) -
     """Return those of ``columns`` that a document has, and the lines that have a figure there, with a cell for each."""
     tables = [table_of(document) for document in documents]
     used = [name for name in columns if any(name in heads for heads, _ in tables)]
-    rows = [
-        (row[0], {name: cell for name, cell in zip(heads[1:], row[1:], strict=True) if cell != "–"})
-        for heads, lines in tables
-        for row in lines
-    ]
-    return used, [
-        [label, *(cells.get(name, "–") for name in used)] for label, cells in rows if cells.keys() & set(used)
-    ]
+    rows = [dict(zip(heads, row, strict=True)) for heads, lines in tables for row in lines]
+    cells = [[row[HEAD], *(row.get(name, "–") for name in used)] for row in rows]
+    return used, [line for line in cells if set(line[1:]) - {"–"}]
 
 
 def layer_summary(documents: list[dict[str, Any]]) -> str:
