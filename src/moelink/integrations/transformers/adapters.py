@@ -6,7 +6,6 @@ the expert changes slowest, in the columns of B fastest. A rank has the columns 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,13 +25,7 @@ _A, _B = ".lora_A.", ".lora_B."
 
 
 def attach(model: Any, adapters: Any, peers: Peers | None, *, trainable: bool) -> Any:
-    """Return the PeftModel around ``model``; arguments as for :meth:`ParallelModel.with_adapters`. Collective.
-
-    Raises:
-        UnsupportedError: PEFT is not installed.
-        ArgumentError: ``adapters`` is no LoraConfig and no folder.
-        CheckpointError: another rank raised.
-    """
+    """Return the PeftModel around ``model``; arguments and errors of ``ParallelModel.with_adapters``. Collective."""
     try:
         import peft
     except ImportError as error:
@@ -57,17 +50,12 @@ def attach(model: Any, adapters: Any, peers: Peers | None, *, trainable: bool) -
 
 def save(adapted: Any, folder: str | Path, peers: Peers | None, rank: int) -> None:
     """Write the adapters of all experts, and all others, as PEFT does for an unsharded model. Collective."""
-    own = {each.name: each for each in owned_tensors(adapted) if each.owner.world_size > 1}
-    state: dict[str, Tensor] = {}
-    for name, value in adapted.state_dict(keep_vars=True).items():
-        if name not in own:
-            state[name] = value.detach()
-        elif _A in name or _B in name:
-            each = own[name]
-            stacked = _by_expert(name, value.detach(), len(each.owner.experts)).contiguous()
-            whole = gather_experts(stacked, each.module, peers=peers, rank=rank)
-            if whole is not None:
-                state[name] = _flat(name, whole)
+    state = {name: value.detach() for name, value in adapted.state_dict(keep_vars=True).items()}
+    for each in _adapters(adapted):
+        stacked = _by_expert(each.name, each.tensor.detach(), len(each.owner.experts)).contiguous()
+        whole = gather_experts(stacked, each.module, peers=peers, rank=rank)
+        if whole is not None:
+            state[each.name] = _flat(each.name, whole)
     with agreed(peers):
         if rank == 0:
             type(adapted).save_pretrained(adapted, str(folder), state_dict=state)
@@ -115,11 +103,9 @@ class OneRanksAdapters(OneRanksExperts):
     storage = untyped_storage  # type: ignore[assignment]
 
 
-def _adapters(model: nn.Module) -> Iterator[OwnedTensor]:
-    """Yield the adapters of this rank's experts, if other ranks have others."""
-    for each in owned_tensors(model):
-        if each.owner.world_size > 1 and (_A in each.name or _B in each.name):
-            yield each
+def _adapters(model: nn.Module) -> list[OwnedTensor]:
+    """Return the adapters of this rank's experts, if other ranks have others."""
+    return [t for t in owned_tensors(model) if t.owner.world_size > 1 and (_A in t.name or _B in t.name)]
 
 
 def _take_part(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -61,7 +61,8 @@ class Padding:
             batch, length = tokens.shape[:2]
             found = None
             learns = torch.is_grad_enabled()
-            again = learns and module.training and any(_is_checkpointed(inner) for inner in module.modules())
+            inner = module.modules() if learns and module.training else ()
+            again = any(getattr(each, "gradient_checkpointing", False) for each in inner)
             if mask.shape[0] == batch and mask.shape[1] >= length and not again:
                 found = mask[:, mask.shape[1] - length :].reshape(-1) != 0  # the columns before are of a cache
                 self._learns = self._learns or learns
@@ -70,7 +71,3 @@ class Padding:
     def _leave(self, *_: Any) -> None:
         if self._present:  # a hook before ours may have raised
             self._present.pop()
-
-
-def _is_checkpointed(module: nn.Module) -> bool:
-    return bool(getattr(module, "gradient_checkpointing", False))
