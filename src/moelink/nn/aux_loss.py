@@ -192,9 +192,7 @@ def _read_scale(scale: Tensor, grad: Tensor) -> Tensor:
     return scale.clone()
 
 
-@_read_scale.register_fake
-def _(scale: Tensor, grad: Tensor) -> Tensor:
-    return torch.empty_like(scale)
+_read_scale.register_fake(lambda scale, grad: torch.empty_like(scale))
 
 
 class _Add(torch.autograd.Function):
@@ -217,27 +215,15 @@ def add_aux_losses(loss: Tensor, model: torch.nn.Module) -> Tensor:
     """Return ``loss`` plus the auxiliary losses of the last forward of ``model``. Call it after each forward.
 
     The result may be scaled as any loss: divided for gradient accumulation, multiplied by a gradient scaler. Backward
-    gives the layers the same factor. Without this call, backward raises StateError in eager code; in compiled layers,
-    gradients are NaN.
+    gives the layers the same factor. Before the first call, backward raises StateError in eager code, and gradients of
+    compiled layers are NaN; later a backward without the call takes the last factor.
 
     Args:
         loss: one number; this rank's, whose sum over the ranks (in DistributedDataParallel: whose mean) is the loss.
         model: with layers that were made with ``aux_loss``.
 
-    Returns:
-        The sum, in the shape of ``loss``.
-
     Raises:
         ArgumentError: ``loss`` is not one number, or no layer of ``model`` has auxiliary losses.
-
-    Example:
-        >>> import torch
-        >>> from moelink.nn import AuxLossConfig, MoE, add_aux_losses
-        >>> sizes = {"num_experts": 4, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 8}
-        >>> layer = MoE(sizes, intermediate_size=32, aux_loss=AuxLossConfig(balance=0.01, z=0.001))
-        >>> loss = layer(torch.ones(2, 3, 16, dtype=torch.bfloat16)).float().square().mean()
-        >>> add_aux_losses(loss, layer).backward()
-        >>> layer.close()
     """
     if loss.numel() != 1:
         raise ArgumentError("loss", "one number", list(loss.shape))

@@ -67,10 +67,7 @@ class LoadStats:
 
 @torch.library.custom_op("moelink::count_experts", mutates_args=("total", "recent"))
 def _count(total: Tensor, recent: Tensor, step: Tensor, topk_ids: Tensor) -> None:
-    """Count ids in ``total`` [num_experts] and in the row of ``recent`` [steps, num_experts] of ``step``.
-
-    An operator, because compiled code must also ask at run time whether a backward calls it.
-    """
+    """Count ids in ``total`` and the row of ``step``. An operator, because compiled code asks at run time."""
     if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint asks
         return
     ids = topk_ids.reshape(-1).long()
@@ -81,8 +78,7 @@ def _count(total: Tensor, recent: Tensor, step: Tensor, topk_ids: Tensor) -> Non
     recent.view(-1).scatter_add_(0, ids + step % steps * experts, routed)
 
 
-@_count.register_fake
-def _(total: Tensor, recent: Tensor, step: Tensor, topk_ids: Tensor) -> None: ...
+_count.register_fake(lambda *_: None)
 
 
 class LoadMeter(KeepsBuffers):
