@@ -1,7 +1,7 @@
 """Export the numbers of communicators to Prometheus: opt-in, and beside their calls.
 
 :func:`serve` opens an endpoint, and a :class:`Collector` joins a registry that a program has. Both need
-``pip install 'moelink[metrics]'``. A scrape reads what transports and kernels count (docs/metrics.md); a call does
+the extra ``moelink[metrics]``. A scrape reads what transports and kernels count (docs/metrics.md); a call does
 nothing for it.
 """
 
@@ -85,7 +85,7 @@ class Collector:
     def __init__(self, *communicators: Communicator) -> None:
         if find_spec("prometheus_client") is None:
             raise UnsupportedError(
-                "metrics: expected the package prometheus_client, got none; run pip install 'moelink[metrics]'"
+                "metrics: expected the package prometheus_client, got none; run pip install prometheus_client"
             )
         self._lock = Lock()
         self._open: list[Lanes | None] = []

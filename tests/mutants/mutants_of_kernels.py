@@ -107,7 +107,7 @@ ROUTING = (
            "weights = scores.gather(1, ids)", "weights = compared.gather(1, ids)",
            "nn/test_nn_router.py::test_the_bias_chooses_and_does_not_weigh"),
     Mutant("loads are counted in the step after", "nn/load.py",
-           "ids + self.step % steps * experts", "ids + (self.step + 1) % steps * experts",
+           "ids + step % steps * experts", "ids + (step + 1) % steps * experts",
            "nn/test_nn_load.py::test_counting_by_step"),
     Mutant("combine's backward reads one row too many", "rows/scale_rows_kernel.py",
            "total = tl.minimum(tl.load(row_offsets + S.NUM_GROUPS), rows)", "total = tl.minimum(tl.load(row_offsets + S.NUM_GROUPS) + 1, rows)",

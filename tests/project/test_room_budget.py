@@ -18,8 +18,8 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 3549,
-    "formats": 1277,
+    ".": 3656,
+    "formats": 1293,
     "reference": 899,
     "memory": 1737,
     "memory/nodes": 854,
@@ -30,26 +30,26 @@ BUDGET = {
     "kernels/launch": 1637,
     "kernels/nodes": 1182,
     "kernels/sync": 1286,
-    "rows": 1779,
-    "transports": 1674,
-    "transports/collective": 1762,
+    "rows": 1887,
+    "transports": 1675,
+    "transports/collective": 1768,
     "transports/symmetric": 2091,
     "contract": 2422,
     "ops": 1569,
-    "nn": 3195,
-    "integrations": 3881,
-    "tracing": 528,
+    "nn": 3651,
+    "integrations": 4350,
+    "tracing": 535,
     "tracing/device": 524,
-    "tools": 350,
-    "tools/cli": 1152,
-    "tools/demo": 649,
-    "tools/doctor": 897,
-    "tools/plan": 2137,
-    "tools/plots": 317,
-    "tools/trace": 219,
+    "tools": 365,
+    "tools/cli": 1322,
+    "tools/demo": 651,
+    "tools/doctor": 913,
+    "tools/plan": 2138,
+    "tools/plots": 337,
+    "tools/trace": 234,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 8339, "layer": 1362, "frameworks": 1008}
+BUDGET_OF_BENCH = {".": 9248, "layer": 1363, "frameworks": 1008}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""

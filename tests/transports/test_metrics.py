@@ -162,7 +162,7 @@ def test_what_is_refused(monkeypatch, registry):
                 metrics.serve(ep, port=port)
         endpoint.close()
         monkeypatch.setattr(metrics, "find_spec", lambda name: None)
-        with pytest.raises(moelink.UnsupportedError, match=re.escape("run pip install 'moelink[metrics]'")):
+        with pytest.raises(moelink.UnsupportedError, match=re.escape("run pip install prometheus_client")):
             metrics.serve(ep)
     with (
         moelink.init_devices(devices=["cpu"], **FIELDS) as group,

@@ -157,7 +157,7 @@ def _check_suffix(path: Path, hint: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        typer.echo(f"moelink: cannot draw: {error} (pip install 'moelink[plot]')", err=True)
+        typer.echo(f"moelink: cannot draw: {error} (run pip install matplotlib)", err=True)
         raise typer.Exit(1) from error
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
