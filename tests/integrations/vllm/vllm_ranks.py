@@ -350,14 +350,17 @@ class Everything:
 def everything(rank: int, world_size: int, cases: list[Case], sizes: list[int]) -> Everything:
     """All of the above in one process, as importing vLLM takes long."""
     from vllm.config import set_current_vllm_config
+    from vllm.logger import configure_logging
 
     from moelink.integrations.vllm import close, register
 
+    config = start(rank, world_size)
+    configure_logging(config.logging_config)  # as an engine does when it starts
     shown: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: shown.append(record.getMessage())
     logging.getLogger("vllm").addHandler(listener)
-    with set_current_vllm_config(start(rank, world_size)):
+    with set_current_vllm_config(config):
         theirs = [theirs_of(case, rank, world_size, sizes) for case in cases]
         assert not register({}), "nobody asked"
         assert type(kernel_of(cases[0], rank, world_size).prepare_finalize).__name__.startswith("MoEPrepare")
