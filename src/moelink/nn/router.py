@@ -209,7 +209,7 @@ class Router(KeepsBuffers):
         if self.config.batch_invariant and torch.compiler.is_compiling():
             raise UnsupportedError(
                 "batch_invariant: expected a router outside of compiled code, which adds in the compiler's order, got "
-                "one inside; leave out fullgraph=True of torch.compile"
+                "one inside; call torch.compile without fullgraph=True, which leaves it out"
             )
         with torch.autocast(x.device.type, enabled=False):  # which would round the scores that decide between experts
             x, weight = x.to(dtype), self.weight.to(dtype)
