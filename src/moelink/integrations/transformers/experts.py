@@ -238,12 +238,12 @@ class ParallelExperts(KnowsRows, BalancedLayer):
             if self.placement is not None:
                 raise UnsupportedError(
                     "adapters: expected experts without a placement, got one, whose Balancer would move weights and "
-                    "leave their adapters; merge them (merge_and_unload of PEFT's model)"
+                    "leave their adapters; call merge_and_unload of PEFT's model first"
                 )
             if name.endswith("_bias"):
                 raise UnsupportedError(
                     f"{name}: expected adapters of the weights of experts, got those of their biases, which mix the "
-                    "experts of all ranks; take it out of target_parameters"
+                    "experts of all ranks; leave it out of target_parameters"
                 )
 
     def _experts(self, recv: DispatchOutput) -> Tensor:
