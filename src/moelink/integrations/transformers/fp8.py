@@ -92,6 +92,14 @@ class _Dequantize(Fp8Dequantize):  # type: ignore[misc]
     def _dequantize_one(self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
         return dequantize_weight(BlockQuantized(quantized, scales.float()), dtype=output_dtype or torch.bfloat16)
 
+    def convert(self, input_dict: dict[str, Any], *args: Any, **named: Any) -> dict[str, Any]:
+        converted: dict[str, Any] = super().convert(input_dict, *args, **named)
+        weight = input_dict.get("weight")
+        weight = weight[0] if isinstance(weight, list) else weight
+        if weight is None or weight.dtype != torch.float8_e4m3fn or "weight_scale_inv" in input_dict:
+            return converted
+        return dict.fromkeys(converted, weight)  # transformers 5.24 would cast it; check_scaled names it
+
 
 class _Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
     def get_load_operations(self) -> dict[str, Any]:
