@@ -125,4 +125,5 @@ def test_a_communicator_counts_as_the_launchers_do() -> None:
             communicator.check()
     lost = {"rank": 0, "dropped": int(own.routing.overflow), "capacity": 2}
     assert lost["dropped"] > 0
-    assert [vars(error.value) for error in (launchers, calls)] == [lost] * 2
+    for error in (launchers, calls):
+        assert {name: value for name, value in vars(error.value).items() if not name.startswith("_")} == lost

