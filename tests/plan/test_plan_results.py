@@ -142,6 +142,7 @@ KERNEL = "time of single kernels on one GPU, without their peers"
 NOT_COMPARED = {
     "collective_vs_topk": "of CPUs; the model is of GPUs",
     "refused calls": "of CPUs; the model is of GPUs",
+    "batch_invariance": "of CPUs; the model is of GPUs",
     "experiments": "kernels of changes that were not kept",
     "hardware counters": KERNEL,
     "stalls": KERNEL,
