@@ -202,5 +202,5 @@ def test_the_whole_script(
 
 
 def test_a_number_of_requests_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve.main(["--requests", "0"]) == 1
-    assert "requests: expected 1 to 8, got 0" in capsys.readouterr().err
+    assert serve.main(["--requests", "9"]) == 2
+    assert "requests: expected 1 to 8, got 9" in capsys.readouterr().err
