@@ -20,7 +20,7 @@ import moelink
 from moelink.integrations.transformers import parallelize
 from moelink.nn import all_reduce_gradients, clip_grad_norm_
 from moelink.testing import run_ranks
-from tests.integrations.transformers.transformers_models import COMMON, MAX_TOKENS, NUM_EXPERTS, build, quiet, tokens
+from tests.integrations.transformers.transformers_models import COMMON, MAX_TOKENS, NUM_EXPERTS, build, tokens
 
 RANK_OF_ADAPTERS, RATE = 3, 0.1
 MAX_NORM = 1e-3
@@ -50,8 +50,7 @@ def trained(model: Any) -> dict[str, Tensor]:
 
 
 def unsharded(family: str, folder: str) -> Any:
-    with quiet():
-        return PeftModel.from_pretrained(model_of(family), folder, is_trainable=True)
+    return PeftModel.from_pretrained(model_of(family), folder, is_trainable=True)
 
 
 def of_experts(name: str, whole: Tensor, experts: range) -> Tensor:
@@ -76,7 +75,7 @@ def on_ranks(rank: int, world_size: int, family: str, folder: str) -> dict[str, 
     """Load adapters, train them for a step, save, load again, merge; and what is refused."""
     found: dict[str, Any] = {}
     ids, given, out = tokens()[rank::world_size], f"{folder}/given", f"{folder}/{world_size}"
-    with quiet(), parallelize(model_of(family), max_tokens_per_rank=MAX_TOKENS, device="cpu") as parallel:
+    with parallelize(model_of(family), max_tokens_per_rank=MAX_TOKENS, device="cpu") as parallel:
         adapted = parallel.with_adapters(given)
         model: Any = adapted.model
         with torch.no_grad():
@@ -106,8 +105,7 @@ def on_ranks(rank: int, world_size: int, family: str, folder: str) -> dict[str, 
 )
 def test_adapters_train_save_load_and_merge_as_unsharded(family: str, world_size: int, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
-    with quiet():
-        model = get_peft_model(model_of(family), config_of(family, use_rslora=world_size == 4))
+    model = get_peft_model(model_of(family), config_of(family, use_rslora=world_size == 4))
     with torch.no_grad():
         for value in trained(model).values():
             value.copy_(torch.randn(value.shape, generator=generator) / 8)
@@ -159,26 +157,24 @@ def new_and_refused(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             except (moelink.MoelinkError, ValueError) as error:
                 said[name] = f"{type(error).__name__}: {error}"
 
-    with quiet():
-        with parallelize(model_of("mixtral"), max_tokens_per_rank=MAX_TOKENS, device="cpu") as parallel:
-            torch.manual_seed(rank)
-            adapted: Any = parallel.with_adapters(config_of("mixtral")).model
-            said["new"] = {name: value.detach().clone() for name, value in trained(adapted).items()}
-            backward(adapted, tokens()[rank::world_size])
-            all_reduce_gradients(adapted)
-            clip_grad_norm_(adapted, MAX_NORM)
-            said["clipped"] = clip_grad_norm_(adapted, MAX_NORM)
-        biases = config_of("gpt_oss", target_parameters=["mlp.experts.down_proj_bias"])
-        refused("biases", "gpt_oss", biases)
-        refused("dropout", "mixtral", config_of("mixtral", lora_dropout=0.1))
-        refused("kind", "mixtral", 3)
-        refused("folder", "mixtral", folder if rank == 0 else f"{folder}/missing")
+    with parallelize(model_of("mixtral"), max_tokens_per_rank=MAX_TOKENS, device="cpu") as parallel:
+        torch.manual_seed(rank)
+        adapted: Any = parallel.with_adapters(config_of("mixtral")).model
+        said["new"] = {name: value.detach().clone() for name, value in trained(adapted).items()}
+        backward(adapted, tokens()[rank::world_size])
+        all_reduce_gradients(adapted)
+        clip_grad_norm_(adapted, MAX_NORM)
+        said["clipped"] = clip_grad_norm_(adapted, MAX_NORM)
+    biases = config_of("gpt_oss", target_parameters=["mlp.experts.down_proj_bias"])
+    refused("biases", "gpt_oss", biases)
+    refused("dropout", "mixtral", config_of("mixtral", lora_dropout=0.1))
+    refused("kind", "mixtral", 3)
+    refused("folder", "mixtral", folder if rank == 0 else f"{folder}/missing")
     return said
 
 
 def test_new_adapters_and_what_is_refused(tmp_path: Path) -> None:
-    with quiet():
-        get_peft_model(model_of("mixtral"), config_of("mixtral")).save_pretrained(str(tmp_path))
+    get_peft_model(model_of("mixtral"), config_of("mixtral")).save_pretrained(str(tmp_path))
     said = run_ranks(new_and_refused, 3, str(tmp_path))
     for found in said:
         for name, value in found["new"].items():
@@ -198,7 +194,7 @@ def alone(rank: int, world_size: int) -> str:
     """The error of gpt-oss with one expert on each rank."""
     sizes = {**COMMON, "hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4, "head_dim": 16}
     model = GptOssForCausalLM(GptOssConfig(**sizes, num_hidden_layers=1, num_local_experts=2, num_experts_per_tok=1))
-    with quiet(), parallelize(model, max_tokens_per_rank=MAX_TOKENS, device="cpu") as parallel:
+    with parallelize(model, max_tokens_per_rank=MAX_TOKENS, device="cpu") as parallel:
         with pytest.raises(moelink.UnsupportedError) as error:
             parallel.with_adapters(config_of("gpt_oss"))
         return str(error.value)

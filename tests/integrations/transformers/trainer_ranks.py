@@ -12,7 +12,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import TrainingArguments
 
-from tests.integrations.transformers.transformers_models import VOCABULARY, build, quiet
+from tests.integrations.transformers.transformers_models import VOCABULARY, build
 
 LENGTH, STEPS, SAVED, BATCH = 6, 4, 2, 4
 """Tokens of an example, steps, the step after which is saved, and examples of a step over all ranks."""
@@ -48,8 +48,7 @@ def alone(folder: Path, adapters: str | None = None) -> tuple[dict[int, tuple[fl
     """Steps and last weights of transformers' own Trainer on one process; of ``adapters`` alone, a folder with some."""
     model: Any = build("mixtral")
     if adapters is not None:
-        with quiet():
-            model = PeftModel.from_pretrained(model, adapters, is_trainable=True)
+        model = PeftModel.from_pretrained(model, adapters, is_trainable=True)
     trainer = transformers.Trainer(model, arguments(folder, 1), train_dataset=examples())
     trainer.train()
     return steps_of(trainer), trainer.model.state_dict()
@@ -67,8 +66,7 @@ def on_ranks(rank: int, world_size: int, folder: str, adapters: str | None = Non
         model = build("mixtral")
         with parallelize(model, max_tokens_per_rank=BATCH * LENGTH, device="cpu") as parallel:
             if adapters is not None:
-                with quiet():
-                    parallel = parallel.with_adapters(adapters)
+                parallel = parallel.with_adapters(adapters)
             if name == "resumed":
                 with torch.no_grad():
                     for parameter in parallel.model.parameters():

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,14 +68,6 @@ BUILDERS = {"mixtral": mixtral, "qwen3_moe": qwen3_moe, "deepseek_v3": deepseek_
 
 MOE_LAYERS = 2
 """Layers with experts, of each of them."""
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warning of PEFT, which reads an attribute of models that transformers has renamed."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        yield
 
 
 def build(family: str, **changes: Any) -> PreTrainedModel:
