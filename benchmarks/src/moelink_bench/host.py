@@ -196,38 +196,32 @@ def measure_metrics(ep: moelink.Communicator) -> dict[str, Any]:
 
 def metrics_fields(kind: str) -> dict[str, Any]:
     """Measure what metrics cost calls on a device of this kind ("cpu", "cuda"), print it, return the fields."""
+    settings = {
+        "batches": BATCHES,
+        "calls": CALLS,
+        "batches_of_a_turn": TURN,
+        "seconds_between_scrapes": SCRAPE_SECONDS,
+    }
+    unit = "microseconds of the host's processor time per pair of dispatch and combine, scrapes included"
+    return measured(kind, measure_metrics, {"unit": unit, "settings": settings})
+
+
+def measured(
+    kind: str, measure: Callable[[moelink.Communicator], dict[str, Any]], fields: dict[str, Any]
+) -> dict[str, Any]:
+    """Measure a communicator on a device of this kind, print the times, return them with ``fields`` and the case."""
     context, case = opened(kind)
     with context as ep:
-        result = measure_metrics(ep)
+        result = measure(ep)
     print(json.dumps(result, indent=2))
-    return {
-        "launches": kind == "cuda",
-        "case": {**case, "num_tokens": TOKENS},
-        "unit": "microseconds of the host's processor time per pair of dispatch and combine, scrapes included",
-        "settings": {
-            "batches": BATCHES,
-            "calls": CALLS,
-            "batches_of_a_turn": TURN,
-            "seconds_between_scrapes": SCRAPE_SECONDS,
-        },
-        **result,
-    }
+    return {"launches": kind == "cuda", "case": {**case, "num_tokens": TOKENS}, **fields, **result}
 
 
 def calls_fields(kind: str) -> dict[str, Any]:
     """Measure calls on a device of this kind ("cpu", "cuda"), print the times, return the fields of the result."""
-    context, case = opened(kind)
-    with context as ep:
-        result = measure_calls(ep)
-    print(json.dumps(result, indent=2))
-    return {
-        "launches": kind == "cuda",
-        "case": {**case, "num_tokens": TOKENS},
-        "unit": "microseconds of the host's processor time per call",
-        "settings": {"batches": BATCHES, "calls": CALLS, "warmup": WARMUP},
-        "targets": TARGETS,
-        **result,
-    }
+    settings = {"batches": BATCHES, "calls": CALLS, "warmup": WARMUP}
+    unit = "microseconds of the host's processor time per call"
+    return measured(kind, measure_calls, {"unit": unit, "settings": settings, "targets": TARGETS})
 
 
 def ways(ep: moelink.Communicator, x: Tensor, ids: Tensor, weights: Tensor, y: Tensor) -> dict[str, Callable[[], Any]]:

@@ -169,9 +169,9 @@ class BalancedLayer(torch.nn.Module):
 
     @property
     def holder(self) -> Any:
-        """The module with this rank's weights: ``stacked`` names tensors with experts as their first dimension, after
-        ``num_shared`` others; ``first`` is the id of the first one."""
-        raise NotImplementedError
+        """The module with this rank's weights, by default the layer: ``stacked`` names tensors with experts as their
+        first dimension, after ``num_shared`` others; ``first`` is the id of the first one."""
+        return self
 
     def place(self, placement: Placement) -> None:
         """Use ``placement`` from now on, whose weights are in place, and count anew."""

@@ -23,7 +23,7 @@ further call.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from threading import RLock
 from typing import Any
 
@@ -46,6 +46,7 @@ from moelink.output import DispatchOutput
 from moelink.transports.base import Pending, Phase, Traffic, Transport
 from moelink.transports.counters import Failures
 from moelink.transports.guard import Guard
+from moelink.transports.pending import Started
 from moelink.transports.validation import check_num_sms
 
 _STOP: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
@@ -97,6 +98,8 @@ class Endings:
         self.transport, self.detector = transport, detector
         self.guard, self.fate = Guard(), fate or Fate()
         self.fate.sessions.append(self)
+        self._pending: dict[Phase, Started] = {}
+        self._checked: set[Hashable] = set()
         self._phase: Phase = "dispatch"
         self._waiting: Pending[Any] | None = None
         self.complete, self.closed = True, False

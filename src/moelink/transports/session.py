@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from moelink.config import EPConfig
-from moelink.control.failure_detector import FailureDetector
 from moelink.errors import (
     ClosedError,
     MoelinkError,
     PeerTimeoutError,
     PendingError,
 )
-from moelink.transports.base import CallRequest, DispatchRequest, FastPath, Finished, Pending, Phase, Transport
-from moelink.transports.endings import Endings, Fate
+from moelink.transports.base import CallRequest, DispatchRequest, FastPath, Finished, Pending, Phase
+from moelink.transports.endings import Endings
 from moelink.transports.pending import PendingOperation, Started
 from moelink.transports.validation import (
     check_ids,
@@ -35,19 +34,6 @@ R = TypeVar("R")
 
 class Session(Endings):
     """Calls of the local ranks of one communicator, one at a time: one thread makes them, one after the other."""
-
-    def __init__(
-        self,
-        configs: Sequence[EPConfig],
-        devices: Sequence[torch.device],
-        transport: Transport,
-        identity: str,
-        detector: FailureDetector | None = None,
-        fate: Fate | None = None,
-    ) -> None:
-        super().__init__(configs, devices, transport, identity, detector, fate)
-        self._pending: dict[Phase, Started] = {}
-        self._checked: set[Hashable] = set()
 
     def call(self, requests: Sequence[CallRequest], *, fused: bool = False) -> Pending[list[Any]]:
         """Check the arguments of every local rank and start a call. ``fused``: it is over when this returns."""
