@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from moelink import activation as activation
     from moelink import contract as contract
     from moelink import epilogues as epilogues
+    from moelink import metrics as metrics
     from moelink import nn as nn
     from moelink import ops as ops
     from moelink import testing as testing
@@ -111,7 +112,18 @@ _HOMES = {
     "register_format": "formats",
 }
 """The module of each public name; those of errors are in ``errors``."""
-_MODULES = ("activation", "contract", "epilogues", "errors", "formats", "integrations", "nn", "ops", "testing")
+_MODULES = (
+    "activation",
+    "contract",
+    "epilogues",
+    "errors",
+    "formats",
+    "integrations",
+    "metrics",
+    "nn",
+    "ops",
+    "testing",
+)
 """Public modules, which are attributes of this one."""
 
 if not TYPE_CHECKING:  # a type checker takes any name if it sees __getattr__
