@@ -1,4 +1,4 @@
-"""What ranks of tests/bench/test_bench_frameworks.py do: the benchmark of frameworks, on CPUs over gloo."""
+"""Functions for ranks of tests/bench/test_bench_frameworks.py: the benchmark of frameworks, on CPUs over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of tests/bench/test_bench_generate.py do: the script on a tiny model, on CPUs over gloo."""
+"""Functions for ranks of tests/bench/test_bench_generate.py: the script on a tiny model, on CPUs over gloo."""
 
 from __future__ import annotations
 

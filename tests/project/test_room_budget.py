@@ -18,7 +18,7 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 3656,
+    ".": 3668,
     "formats": 1293,
     "reference": 899,
     "memory": 1737,
@@ -31,12 +31,12 @@ BUDGET = {
     "kernels/nodes": 1182,
     "kernels/sync": 1286,
     "rows": 1887,
-    "transports": 1675,
+    "transports": 1664,
     "transports/collective": 1768,
     "transports/symmetric": 2091,
     "contract": 2422,
     "ops": 1569,
-    "nn": 3651,
+    "nn": 3655,
     "integrations": 4358,
     "tracing": 535,
     "tracing/device": 524,
@@ -49,7 +49,7 @@ BUDGET = {
     "tools/trace": 234,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 9248, "layer": 1363, "frameworks": 1008}
+BUDGET_OF_BENCH = {".": 9244, "layer": 1363, "frameworks": 1008}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""

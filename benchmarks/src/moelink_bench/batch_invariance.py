@@ -95,7 +95,9 @@ def gate(layers: dict[str, MoE], x: Tensor) -> str:
     if not torch.equal(alone, whole[:4]):
         return "tokens by themselves have other bits than in the batch"
     off = (whole.float() - other.float()).abs().max().item()
-    return "" if off <= 0.05 * max(1.0, other.float().abs().max().item()) else f"the layers are {off} apart"
+    return (
+        "" if off <= 0.05 * max(1.0, other.float().abs().max().item()) else f"the outputs of the layers differ by {off}"
+    )
 
 
 def rank_main(rank: int, world_size: int, case: Case) -> dict[str, Any]:

@@ -45,7 +45,7 @@ ENGINE = {
 
 @dataclass(frozen=True)
 class Work:
-    """What every engine does.
+    """The requests that every engine answers.
 
     Attributes:
         texts: of the chat requests.

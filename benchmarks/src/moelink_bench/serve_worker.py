@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank generates.
+    """The prompts that a rank continues.
 
     Attributes:
         engine: arguments of vLLM's ``LLM``.
@@ -33,7 +33,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank generated.
+    """The tokens of a rank, and their times.
 
     Attributes:
         tokens: of each prompt, in the first round.

@@ -269,7 +269,11 @@ class MoE(BalancedLayer):
             refuse_gradients(x, self)
         elif self.placement is not None and self.experts.placement.num_physical > self.experts.num_experts:
             refuse_gradients(
-                x, self, name="placement", why="replicas of an expert would learn apart", instead="each expert once"
+                x,
+                self,
+                name="placement",
+                why="replicas of an expert would get different weights",
+                instead="each expert once",
             )
         tokens = x.reshape(-1, config.hidden_size).contiguous()
         present = _present(x, num_tokens, padding_mask)

@@ -1,4 +1,4 @@
-"""Arithmetic that gives a row the same bits whatever rows are beside it: products, and the sigmoid.
+"""Products and a sigmoid that give a row the same bits beside any other rows.
 
 Libraries choose the kernel of a product, and so the order of its sums, by the number of rows. :func:`multiply` always
 multiplies ``BLOCK_ROWS`` rows, of which the last block fills up. Places in a block can still differ: MKL, for one, sums

@@ -222,7 +222,7 @@ class ParallelExperts(KnowsRows, BalancedLayer):
         if self.placement is not None:
             if config.num_experts > self.num_experts:
                 refuse_gradients(
-                    hidden_states, self, name="placement", why="replicas of an expert would learn apart",
+                    hidden_states, self, name="placement", why="replicas of an expert would get different weights",
                     instead="each expert once",
                 )  # fmt: skip
             top_k_index = self.placement(top_k_index)

@@ -59,7 +59,7 @@ def key_of(given: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def has_hooks() -> bool:
-    """Return whether a profiler wants to hear of launches. Triton handles whatever is not a chain of hooks."""
+    """Return whether a profiler wants to hear of launches. If Triton has no chain of hooks there, Triton launches."""
     hooks = knobs.runtime
     try:
         return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)  # type: ignore[union-attr]
@@ -70,7 +70,7 @@ def has_hooks() -> bool:
 def of_any_value(numbers: Any) -> Any:
     """Return ``numbers`` with values that no kernel is specialised for.
 
-    Triton 3.6 specialises the integers of a tuple for their values, whatever ``do_not_specialize`` says; a call with
-    other values would compile again.
+    Triton 3.6 specialises the integers of a tuple for their values and ignores ``do_not_specialize`` for them. A call
+    with other values would compile again.
     """
     return type(numbers)(*[_ANY_LIMIT if name == "limit" else _ANY_NUMBER for name in numbers._fields])
