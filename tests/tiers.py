@@ -40,8 +40,9 @@ BUDGETS = {
 ``testing`` is the folder of the distribution moelink-testing."""
 OWN_TIERS = ("bench", "integrations", "plan")
 """Folders with a tier of their own."""
-ALLOWED = 1.2
-"""A folder that takes more than its budget times this fails the run: two runs of the same tests differ by a tenth."""
+ALLOWED = 1.4
+"""A folder that takes more than its budget times this fails the run: two runs of the same tests differ by a tenth on
+one kind of processor, and differed by a third on two kinds."""
 NEW_PROCESSES = {
     "tests/project/test_tiers.py::test_pytest_reports_what_the_quick_tier_leaves_out": "runs pytest",
     "tests/tools/test_cli.py::test_the_missing_extra_is_one_sentence_and_the_pip_line": "imports",

@@ -14,7 +14,7 @@ import pytest
 from tests.support.costs import Clock, Costs, pace
 from tests.tiers import BUDGETS, NEW_PROCESSES, OWN_TIERS, folder_of, over_budget
 
-_PACE_EVERY = 50
+_PACE_EVERY = 20
 """Tests between two measurements of the pace."""
 _HEAVY = r"(?:torch|moelink|pytest|triton)\b"
 _CODE = re.compile(rf"\b(?:import|from)\b[^;\n]*\b{_HEAVY}|importlib")
