@@ -425,7 +425,8 @@ def test_capacity_and_bad_device_ids_are_counted():
 
 
 def test_every_error_is_in_the_tree_and_says_how_to_recover():
-    errors = [value for value in vars(moelink).values() if isinstance(value, type) and issubclass(value, Exception)]
+    public = [getattr(moelink, name) for name in moelink.__all__]
+    errors = [value for value in public if isinstance(value, type) and issubclass(value, Exception)]
     assert len(errors) >= 14
     for error in errors:
         assert issubclass(error, moelink.MoelinkError)
