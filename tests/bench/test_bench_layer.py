@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from torch import Tensor
 
 import moelink
 from moelink.formats import get_format
+from moelink.nn.block_quantized import BlockQuantized, dequantize_weight, multiply_by_group
+from moelink.nn.experts import grouped_matmul
 from moelink.tools.results import LAYER_BENCHMARK
 from moelink_bench import render
 from moelink_bench.layer import data, make_layer_plan, peers, run
@@ -39,7 +43,11 @@ def setting(plan: LayerPlan, rank: int = 0) -> Setting:
 
 
 def tiny_input(tokens: int, rank: int = 0) -> data.LayerInput:
-    (case,) = make_layer_plan("layer-smoke", ranks=1, device="cpu", tokens=[tokens]).cases
+    return case_input("layer-smoke", tokens, rank)
+
+
+def case_input(preset: str, tokens: int, rank: int = 0) -> data.LayerInput:
+    (case,) = make_layer_plan(preset, ranks=1, device="cpu", cases=["tiny"], tokens=[tokens]).cases
     return data.make_inputs(case, Settings(calls=1), rank=rank, device=CPU)[0]
 
 
@@ -61,7 +69,7 @@ def test_the_truth_is_the_layer_token_by_token(fmt: str) -> None:
     codec = get_format(fmt)
     quantized = codec.quantize(given.x)
     x = codec.dequantize(quantized.payload, quantized.scales).double()
-    probabilities = given.logits.double().softmax(-1)
+    probabilities = (given.x.double() @ given.router.weight.double().T).softmax(-1)
     want = torch.zeros_like(x)
     for token in range(3):
         best = sorted(range(TINY.num_experts), key=lambda e, t=token: -probabilities[t, e])[: TINY.topk]
@@ -72,6 +80,19 @@ def test_the_truth_is_the_layer_token_by_token(fmt: str) -> None:
             want[token] += probabilities[token, expert] / total * y
     assert data.worst_error(want, data.truth(given, TINY, fmt=fmt, seed=7)) < 1e-5
     assert data.worst_error(want, data.truth(given, TINY, fmt=fmt, seed=8)) > 0.5
+
+
+def test_tokens_choose_evenly_or_by_zipf() -> None:
+    """The busiest of six experts has little more than a sixth of the choices, or nearly half of them."""
+    busiest = []
+    for preset in ("layer-smoke", "layer-zipf"):
+        inputs = [case_input(preset, 2048, rank) for rank in range(2)]
+        assert torch.equal(inputs[0].router.weight, inputs[1].router.weight)
+        assert not torch.equal(inputs[0].x, inputs[1].x)
+        ids = torch.cat([data.choose(given).topk_ids for given in inputs])
+        busiest.append(ids.flatten().bincount(minlength=TINY.num_experts).max().item() / ids.numel())
+    assert busiest[0] < 0.25
+    assert 0.3 < busiest[1] <= 0.5, "of a token's two choices at most one"
 
 
 def test_ranks_share_the_experts_of_one_rank() -> None:
@@ -111,12 +132,13 @@ class FakeFlashInfer:
         self.given: Tensor | None = None
 
     def dispatch(self, ids: Tensor, mine: list[Tensor], tokens: int, **options: int) -> list[Tensor]:
-        assert options == {"invalid_token_expert_id": -1, "expert_id_payload_index": 1}
+        assert options == {"invalid_token_expert_id": -1, "expert_id_payload_index": len(mine) - 2}
         assert all(torch.equal(a, b) for a, b in zip(mine, self.payloads[self.rank], strict=True))
         blocks = []
-        for x, chosen, weights in self.payloads:
+        for *rows, chosen, weights in self.payloads:
             here = (chosen // 3 == self.rank).any(1, keepdim=True)
-            blocks.append((x.where(here, float("nan")), chosen.where(here, -1), weights.where(here, float("nan"))))
+            theirs = (x.where(here, float("nan") if x.is_floating_point() else 127) for x in rows)
+            blocks.append((*theirs, chosen.where(here, -1), weights.where(here, float("nan"))))
         return [torch.stack(each) for each in zip(*blocks, strict=True)]
 
     def get_combine_payload_tensor_in_workspace(self, tokens: int, hidden: int, dtype: torch.dtype) -> Tensor:
@@ -131,7 +153,7 @@ class FakeFlashInfer:
 def test_the_layer_over_flashinfer_permutes_and_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = dataclasses.replace(make_layer_plan("layer-smoke", ranks=2, device="cpu"), device="cuda")
     inputs = [tiny_input(5, rank) for rank in range(2)]
-    chosen = [data.choose(given, TINY) for given in inputs]
+    chosen = [data.choose(given) for given in inputs]
     payloads = [[g.x, c.topk_ids, c.topk_weights] for g, c in zip(inputs, chosen, strict=True)]
     fakes = [FakeFlashInfer(rank, payloads) for rank in range(2)]
     monkeypatch.setattr(peers, "flashinfer_refusal", lambda: "")
@@ -143,6 +165,93 @@ def test_the_layer_over_flashinfer_permutes_and_sums(monkeypatch: pytest.MonkeyP
         # Tokens without an expert on a rank are not read by combine there, and are zeros.
         want = data.truth(inputs[rank], TINY, fmt="bf16", seed=0)
         assert data.worst_error(out, want) < peers.FlashInferLayer.tolerance
+
+
+def in_fp8(monkeypatch: pytest.MonkeyPatch, ranks: int) -> Setting:
+    """A setting of the second tiny shape, whose experts fit fp8, where products and compiled functions are torch's."""
+    shape = dataclasses.replace(TINY, intermediate_size=256)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(peers, "launch_kernel", multiply_by_group)
+    plan = dataclasses.replace(make_layer_plan("layer-smoke", ranks=ranks, device="cpu"), device="cuda")
+    weights = data.make_weights(shape, seed=0, rank=0, world_size=ranks, device=CPU)
+    return Setting(plan, shape, weights, 5, 0, CPU, 20.0)
+
+
+def test_the_layer_over_flashinfer_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = in_fp8(monkeypatch, 2)
+    inputs = [tiny_input(5, rank) for rank in range(2)]
+    payloads = []
+    for given in inputs:
+        (codes, scales), chosen = peers.quantize_blocks(given.x), data.choose(given)
+        payloads.append([codes.view(torch.uint8), scales, chosen.topk_ids, chosen.topk_weights])
+    fakes = [FakeFlashInfer(rank, payloads) for rank in range(2)]
+    monkeypatch.setattr(peers, "flashinfer_refusal", lambda: "")
+    monkeypatch.setattr(peers, "open_flashinfer", lambda *, rank, **sizes: fakes[rank])
+    for rank in range(2):
+        weights = data.make_weights(at.shape, seed=0, rank=rank, world_size=2, device=CPU)
+        peers.FlashInferFp8Layer(dataclasses.replace(at, rank=rank, weights=weights)).layer(inputs[rank])
+    for rank in range(2):
+        out = sum(fake.given[rank].float() for fake in fakes)
+        want = data.truth(inputs[rank], at.shape, fmt="fp8_block128", seed=0, fp8_experts=True)
+        assert data.worst_error(out, want) < peers.FlashInferFp8Layer.tolerance
+
+
+class FakeDeepGemm:
+    """Its fused kernel for one rank, computed by torch from what the launch before it took."""
+
+    def transform_weights_for_mega_moe_sm90(self, gate_up: Any, down: Any) -> Any:
+        return ("gate_up", *gate_up), ("down", *down)
+
+    def get_symm_buffer_for_mega_moe(self, group: Any, *sizes: int) -> Any:
+        assert sizes == (TINY.num_experts, 5, TINY.topk, TINY.hidden_size, 256)
+        return SimpleNamespace(x=None, x_sf=None, topk_idx=None, topk_weights=None, destroy=lambda: None)
+
+    def mega_moe_pre_dispatch_sm90(
+        self, x: Tensor, ids: Tensor, weights: Tensor, *places: Any, num_tokens: int
+    ) -> None:
+        assert (len(places), num_tokens, ids.dtype, weights.dtype) == (4, len(x), torch.int32, torch.float32)
+        self.taken = x, ids, weights
+
+    def fp8_mega_moe(self, out: Tensor, gate_up: Any, down: Any, buffer: Any) -> None:
+        x, ids, weights = self.taken
+        assert (gate_up[0], down[0]) == ("gate_up", "down")
+        up, back = (dequantize_weight(BlockQuantized(*each[1:])) for each in (gate_up, down))
+        codes, scales = peers.quantize_blocks(x)
+        rows = get_format("fp8_block128").dequantize(codes, scales)
+        out.zero_()
+        for token, chosen in enumerate(ids.tolist()):
+            for slot, expert in enumerate(chosen):
+                gate, value = (up[expert] @ rows[token].float()).chunk(2)
+                inner = peers.quantize_blocks((torch.nn.functional.silu(gate) * value)[None])
+                out[token] += weights[token, slot] * (back[expert] @ get_format("fp8_block128").dequantize(*inner)[0])
+
+
+def test_the_fused_kernel_of_deep_gemm_gets_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    at, given = in_fp8(monkeypatch, 1), tiny_input(5)
+    monkeypatch.setattr(peers, "deep_gemm_refusal", lambda *_: "")
+    monkeypatch.setitem(sys.modules, "deep_gemm", FakeDeepGemm())
+    layer = peers.DeepGemmLayer(at)
+    want = data.truth(given, at.shape, fmt="fp8_block128", seed=0, fp8_experts=True)
+    assert data.worst_error(layer.layer(given), want) < layer.tolerance
+
+
+def test_one_scale_a_row_is_within_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    at, given = in_fp8(monkeypatch, 1), tiny_input(5)
+
+    def scaled(rows: Tensor, weight: Tensor, scales: Tensor, columns: Tensor, **options: Any) -> Tensor:
+        assert (columns.shape, options["use_fast_accum"]) == (weight.shape[::2], True)
+        numbers = weight.float() * columns[:, None]
+        out = grouped_matmul(rows.float() * scales[:, None], starts_of(options["offs"]), numbers.transpose(1, 2))
+        return out.to(options["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    want = data.truth(given, at.shape, fmt="bf16", seed=0, fp8_experts=True)
+    assert 2**-8 < data.worst_error(peers.ExchangeFp8Layer(at).layer(given), want) < peers.ExchangeFp8Layer.tolerance
+
+
+def starts_of(ends: Tensor) -> Tensor:
+    return torch.cat([ends.new_zeros(1), ends])
 
 
 def test_experts_in_fp8_and_their_parts_are_close_to_the_truth_that_rounds_as_they_do() -> None:
@@ -286,7 +395,8 @@ def test_one_rank_by_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     rows = {row["contender"]: row for row in document["rows"]}
     assert list(rows) == list(run.MAKERS)
     reasons = {name: row["reason"] for name, row in rows.items() if row["reason"]}
-    assert reasons.pop(peers.FLASHINFER_LAYER) == "runs on CUDA devices only"
+    for name in (peers.EXCHANGE_FP8, *run.APART):
+        assert reasons.pop(name) == "runs on CUDA devices only"
     assert set(reasons) <= {peers.TRANSFORMERS}, "where it is not installed"
     for name, row in rows.items():
         if row["reason"]:
@@ -386,6 +496,16 @@ def synthetic() -> dict[str, Any]:
     report = RankReport.decode(json.loads(json.dumps(dataclasses.asdict(made))))
     document: dict[str, Any] = layer_document(plan, [report], commit="abc1234", command="moelink bench --preset layer")
     return json.loads(json.dumps(document))  # type: ignore[no-any-return]
+
+
+def test_bf16_is_compared_with_bf16_and_fp8_with_all() -> None:
+    plan = make_layer_plan("layer", ranks=1, device="cuda", cases=["qwen3-30b-a3b"], tokens=[1])
+    times = {OURS: 90.0, FP8: 50.0, peers.EXCHANGE: 100.0, peers.DEEP_GEMM: 60.0}
+    rows = tuple(RankRow(0, name, "", "", {LAYER: PhaseSamples(graph=(us,) * 2)}, 0.01) for name, us in times.items())
+    document = layer_document(plan, [RankReport("Some GPU", "", rows=rows)], commit=None, command="")
+    others = [[duel["contender"] for duel in verdict["duels"]] for verdict in document["verdicts"]]
+    assert others == [[peers.EXCHANGE], [peers.EXCHANGE, peers.DEEP_GEMM]]
+    assert document["faster_everywhere"] is True
 
 
 def test_verdicts_compare_by_the_same_method() -> None:

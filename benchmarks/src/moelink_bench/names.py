@@ -9,7 +9,7 @@ from typing import Literal
 from moelink.names import Layout
 
 PresetName = Literal["decode", "prefill", "formats", "skew", "sms", "layouts", "smoke"]
-LayerPresetName = Literal["layer", "layer-smoke"]
+LayerPresetName = Literal["layer", "layer-zipf", "layer-smoke"]
 RolePresetName = Literal["roles", "roles-smoke"]
 CPU_PRESETS = ("smoke", "layer-smoke", "roles-smoke")
 CaseName = Literal["deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b", "tiny"]

@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 
 from moelink.errors import ArgumentError
 from moelink_bench.frameworks.dispatchers import Case, Dispatcher, Parts
-from moelink_bench.layer.data import Weights, choose, make_input, make_weights, truth
+from moelink_bench.layer.data import Weights, choose, make_input, make_router, make_weights, truth
 from moelink_bench.layer.plan import Shape
 from moelink_bench.workload import Batch
 
@@ -76,12 +76,13 @@ class Inputs:
             intermediate_size=case.intermediate_size,
         )  # fmt: skip
         self.own = make_weights(self._shape, seed=SEED, rank=rank, world_size=ranks, device=device)
+        router = make_router(self._shape, seed=SEED, device=device)
         self._given = {
-            tokens: make_input(self._shape, tokens, seed=100 * tokens + rank, device=device) for tokens in case.tokens
+            tokens: make_input(self._shape, tokens, router, seed=100 * tokens + rank) for tokens in case.tokens
         }
         self.batches = {}
         for tokens, given in self._given.items():
-            chosen = choose(given, self._shape)
+            chosen = choose(given)
             self.batches[tokens] = Batch(given.x, chosen.topk_ids.int(), chosen.topk_weights)
 
     def expected(self, tokens: int) -> Parts:

@@ -1,4 +1,4 @@
-"""The whole Mixture-of-Experts layer, from router logits to output: ``moelink bench --preset layer``.
+"""The whole Mixture-of-Experts layer, from tokens to output: ``moelink bench --preset layer``.
 
 * ``plan``: shapes, cases, presets
 * ``data``: weights, inputs, and the truth that outputs are compared with

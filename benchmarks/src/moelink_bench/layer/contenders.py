@@ -26,7 +26,7 @@ from moelink.nn.block_quantized import BlockQuantized
 from moelink.nn.expert_backends import ExpertsBackend, multiply
 from moelink.nn.experts import grouped_matmul
 from moelink.nn.placed_experts import INNER_FORMAT, Experts, QuantizedExperts
-from moelink.nn.router import RouterConfig, Routing, route
+from moelink.nn.router import Routing
 from moelink.rows.dequantize import dequantized
 from moelink.rows.gated import gated_activation
 from moelink_bench.contenders import Call, Contender
@@ -151,9 +151,8 @@ def chained(parts: Sequence[Part], given: LayerInput) -> list[tuple[str, Call]]:
     return [(part.name, functools.partial(run, index, part)) for index, part in enumerate(parts)]
 
 
-def routing_part(shape: Shape) -> Part:
-    """Choose experts."""
-    return Part("route", lambda given: Routed(given.x, choose(given, shape)))
+ROUTE = Part("route", lambda given: Routed(given.x, choose(given)))
+"""Choose experts."""
 
 
 def expert_parts(weights: Weights) -> tuple[Part, ...]:
@@ -181,7 +180,9 @@ def moelink_expert_parts(
     the products otherwise; other rows need no conversion.
     """
     if isinstance(experts, QuantizedExperts):
-        return fp8_expert_parts(experts)
+        gate_up = BlockQuantized(experts.gate_up_proj, experts.gate_up_scales)
+        down = BlockQuantized(experts.down_proj, experts.down_scales)
+        return fp8_expert_parts(functools.partial(multiply, experts.backend), gate_up, down, experts.dtype)
 
     def convert(at: Rows) -> Rows:
         return replace(at, rows=dequantized(at.home, ep.config, dtype=weights.down.dtype))
@@ -190,14 +191,19 @@ def moelink_expert_parts(
     return (*((Part("convert", convert),) if converted else ()), *expert_parts(weights))
 
 
-def fp8_expert_parts(experts: QuantizedExperts) -> tuple[Part, ...]:
-    """The experts in fp8, as the layer's operator computes them."""
+def fp8_expert_parts(
+    multiplied: Callable[..., None], gate_up: BlockQuantized, down: BlockQuantized, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Part, ...]:
+    """The experts in fp8, as the layer's operator computes them.
 
-    def product(name: str, codes: Tensor, scales: Tensor) -> Part:
+    ``multiplied``: fills its last argument with a product; the others are codes and scales of rows, offsets, a weight.
+    """
+
+    def product(name: str, weight: BlockQuantized) -> Part:
         def run(at: Rows) -> Rows:
             rows, row_scales = (at.home.tokens, at.home.scales) if at.scales is None else (at.rows, at.scales)
-            out = torch.empty(len(rows), codes.shape[1], dtype=experts.dtype, device=codes.device)
-            multiply(experts.backend, rows, row_scales, at.offsets, BlockQuantized(codes, scales), out)
+            out = torch.empty(len(rows), weight.codes.shape[1], dtype=dtype, device=rows.device)
+            multiplied(rows, row_scales, at.offsets, weight, out)
             return replace(at, rows=out)
 
         return Part(name, run)
@@ -207,24 +213,10 @@ def fp8_expert_parts(experts: QuantizedExperts) -> tuple[Part, ...]:
         return replace(at, rows=inner.tokens, scales=inner.scales)
 
     return (
-        product("product 1", experts.gate_up_proj, experts.gate_up_scales),
+        product("product 1", gate_up),
         Part("activation", activate),
-        product("product 2", experts.down_proj, experts.down_scales),
+        product("product 2", down),
     )
-
-
-class GivenLogits(torch.nn.Module):
-    """Stands in a layer for its router: chooses experts from logits that are given, and does not look at the tokens."""
-
-    def __init__(self, config: RouterConfig, topk: int) -> None:
-        super().__init__()
-        self.config, self.topk = config, topk
-        self.logits: Tensor | None = None
-
-    def forward(self, tokens: Tensor) -> Routing:
-        """Choose experts of as many tokens as there are logits."""
-        assert self.logits is not None
-        return route(self.logits, self.config, topk=self.topk)
 
 
 class MoelinkLayer(LayerContender):
@@ -235,7 +227,7 @@ class MoelinkLayer(LayerContender):
 
     def __init__(
         self, shape: Shape, weights: Weights, *, fmt: str, max_tokens: int, device: torch.device, timeout: float,
-        experts_backend: ExpertsBackend = "auto",
+        experts_backend: ExpertsBackend = "auto", expert_alignment: int = 1,
     ) -> None:  # fmt: skip
         """Open a communicator. Collective over the default group.
 
@@ -249,11 +241,10 @@ class MoelinkLayer(LayerContender):
         self.ep = moelink.init(
             num_experts=shape.num_experts, topk=shape.topk, hidden_size=shape.hidden_size,
             max_tokens_per_rank=max_tokens, dispatch_format=fmt, transport=transport, device=device, timeout=timeout,  # type: ignore[arg-type]
+            expert_alignment=expert_alignment,
         )  # fmt: skip
-        self._shape, self._weights = shape, weights
+        self._weights = weights
         self.moe = MoE(self.ep, intermediate_size=shape.intermediate_size, load_steps=0, device="meta")
-        self._logits = GivenLogits(shape.router, shape.topk)
-        self.moe.router = self._logits  # type: ignore[assignment]
         experts = self.moe.experts
         experts.gate_up_proj = torch.nn.Parameter(weights.gate_up, requires_grad=False)
         experts.down_proj = torch.nn.Parameter(weights.down, requires_grad=False)
@@ -265,17 +256,21 @@ class MoelinkLayer(LayerContender):
 
     def layer(self, given: LayerInput) -> Tensor:
         """See :class:`LayerContender`."""
-        self._logits.logits = given.logits
+        if self.moe.router is not given.router:
+            self.moe.router = given.router
         return self.moe(given.x, max_tokens=len(given.x))  # type: ignore[no-any-return]
 
     def parts(self) -> tuple[Part, ...]:
         """See :class:`LayerContender`."""
         return (
-            routing_part(self._shape),
+            ROUTE,
             Part("dispatch", self._dispatch),
-            *moelink_expert_parts(self.ep, self.moe.experts, self._weights),
+            *self._expert_parts(),
             Part("combine", self._combine),
         )
+
+    def _expert_parts(self) -> tuple[Part, ...]:
+        return moelink_expert_parts(self.ep, self.moe.experts, self._weights)
 
     def _dispatch(self, at: Routed) -> Rows:
         recv = self.ep.dispatch(at.x, at.routing.topk_ids, at.routing.topk_weights, max_tokens=len(at.x))

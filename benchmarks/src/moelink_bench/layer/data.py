@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moelink.formats import get_format
 from moelink.nn.block_quantized import dequantize_weight, quantize_weight
-from moelink.nn.router import Routing, route
+from moelink.nn.router import Router, Routing
 from moelink.routing import ExpertMap
 from moelink_bench.layer.plan import LayerCase, Shape
-from moelink_bench.presets import Settings
+from moelink_bench.presets import Distribution, Settings
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """The input of one rank for one call: ``x`` [T, H] bf16 and ``logits`` [T, E] fp32."""
+    """The input of one rank for one call: ``x`` [T, H] bf16, and the router of the layer, the same for all calls and
+    ranks."""
 
     x: Tensor
-    logits: Tensor
+    router: Router
 
 
 def fill_expert(gate_up: Tensor, down: Tensor, *, seed: int, expert: int) -> None:
@@ -62,22 +63,41 @@ def _empty(shape: Shape, groups: int, device: torch.device) -> Weights:
     )
 
 
-def make_input(shape: Shape, tokens: int, *, seed: int, device: torch.device) -> LayerInput:
-    """Draw one input."""
+def make_router(shape: Shape, *, seed: int, device: torch.device, distribution: Distribution = "uniform") -> Router:
+    """Draw the router's weight, bf16, so that logits of a token have variance 1.
+
+    ``distribution``: "uniform", or "zipf". The latter lowers the logit of each expert by the logarithm of its place in
+    a drawn order, by way of the first element of every token, which is 1.
+    """
+    router = Router(
+        shape.hidden_size, shape.num_experts, topk=shape.topk, config=shape.router, device=device, dtype=torch.bfloat16
+    ).requires_grad_(False)
+    generator = torch.Generator(device).manual_seed(3 * seed + 2)
+    router.weight.normal_(0, shape.hidden_size**-0.5, generator=generator)
+    places = torch.randperm(shape.num_experts, generator=generator, device=device) + 1
+    router.weight[:, 0] = -places.log() if distribution == "zipf" else 0
+    return router
+
+
+def make_input(shape: Shape, tokens: int, router: Router, *, seed: int) -> LayerInput:
+    """Draw one input, on the device of ``router``."""
+    device = router.weight.device
     generator = torch.Generator(device).manual_seed(2 * seed + 1)
     x = torch.randn(tokens, shape.hidden_size, generator=generator, dtype=torch.bfloat16, device=device)
-    return LayerInput(x, torch.randn(tokens, shape.num_experts, generator=generator, device=device))
+    x[:, 0] = 1
+    return LayerInput(x, router)
 
 
 def make_inputs(case: LayerCase, settings: Settings, *, rank: int, device: torch.device) -> tuple[LayerInput, ...]:
     """Draw this rank's inputs, one per call of a sample."""
     seeds = [(settings.seed * 1009 + copy) * 1013 + rank for copy in range(case.calls(settings))]
-    return tuple(make_input(case.shape, case.tokens, seed=seed, device=device) for seed in seeds)
+    router = make_router(case.shape, seed=settings.seed, device=device, distribution=case.distribution)
+    return tuple(make_input(case.shape, case.tokens, router, seed=seed) for seed in seeds)
 
 
-def choose(given: LayerInput, shape: Shape) -> Routing:
-    """Choose experts from the logits: the first part of every contender."""
-    return route(given.logits, shape.router, topk=shape.topk)
+def choose(given: LayerInput) -> Routing:
+    """Choose experts of the tokens: the first part of every contender."""
+    return given.router(given.x)  # type: ignore[no-any-return]
 
 
 def truth(given: LayerInput, shape: Shape, *, fmt: str, seed: int, fp8_experts: bool = False) -> Tensor:
@@ -88,7 +108,7 @@ def truth(given: LayerInput, shape: Shape, *, fmt: str, seed: int, fp8_experts: 
     codec = get_format(fmt)
     quantized = codec.quantize(given.x)
     x = codec.dequantize(quantized.payload, quantized.scales).float()
-    routing = choose(given, shape)
+    routing = choose(given)
     out = torch.zeros_like(x)
     one = _empty(shape, 1, x.device)
     gate_up, down = one.gate_up[0], one.down[0]

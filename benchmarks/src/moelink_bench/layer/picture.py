@@ -8,6 +8,7 @@ from typing import Any
 from moelink.tools.documents import INDEX, RANKS, SIZE, TEXT, US, Maybe, number, one_of
 from moelink.tools.plots import INK, MUTED, OTHERS, frame, new_figure
 from moelink.tools.results import LAYER_BENCHMARK, RUN
+from moelink_bench.layer.result import span_of
 
 COLORS = {
     "route": "#e0c068", "dispatch": "#1f77b4", "convert": "#7a9e7e", "product 1": "#8d7bb0", "activation": "#b56576",
@@ -33,6 +34,8 @@ SHORT = {
     "moelink fp8_block128": "moelink fp8",
     "transformers grouped_mm": "transformers",
     "sort + all-to-all": "sort + a2a",
+    "sort + all-to-all fp8": "sort + a2a fp8",
+    "FlashInfer one-sided fp8": "FlashInfer fp8",
 }
 """Names that are too long for an axis."""
 
@@ -120,7 +123,7 @@ def _words(figure: Any, document: dict[str, Any], height: float) -> None:
     versions = document["versions"]
     commit = f"commit {document['commit'][:7]}" if document["commit"] else "no commit known"
     figure.text(
-        0.055, 1 - 0.35 / height, "moelink: the whole layer, router logits to output", size=14, weight="bold", color=INK
+        0.055, 1 - 0.35 / height, f"moelink: the whole layer, {span_of(document)}", size=14, weight="bold", color=INK
     )
     figure.text(
         0.055, 1 - 0.6 / height,

@@ -10,7 +10,7 @@ from moelink.config import EPConfig
 from moelink.errors import ConfigError
 from moelink.nn.router import RouterConfig
 from moelink_bench.names import DeviceKind
-from moelink_bench.presets import SMOKE, RunPlan, Settings, settings_of
+from moelink_bench.presets import SMOKE, Distribution, RunPlan, Settings, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,13 @@ SHAPES: Mapping[str, Shape] = MappingProxyType({
 })  # fmt: skip
 """Name of a case, as ``--case`` takes it, to its shape."""
 
-LAYER_PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "layer": ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3"),
-    "layer-smoke": ("tiny",),
+_MODELS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3")
+LAYER_PRESETS: Mapping[str, tuple[tuple[str, ...], Distribution]] = MappingProxyType({
+    "layer": (_MODELS, "uniform"),
+    "layer-zipf": (_MODELS, "zipf"),
+    "layer-smoke": (("tiny",), "uniform"),
 })  # fmt: skip
-"""Name of a preset to its cases; ``layer-smoke`` runs on CPUs."""
+"""Name of a preset to its cases, and how experts are loaded; ``layer-smoke`` runs on CPUs."""
 
 FORMATS = ("bf16", "fp8_block128")
 """Dispatch formats of moelink's contenders."""
@@ -76,16 +78,18 @@ _LAYER = Settings(calls=CALLS, samples=15, warmup=3, host_calls=CALLS, host_samp
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCase:
-    """One shape with one number of tokens of each rank."""
+    """One shape with one number of tokens of each rank, which choose experts uniformly or some more than others."""
 
     name: str
     shape: Shape
     tokens: int
+    distribution: Distribution = "uniform"
 
     @property
     def label(self) -> str:
         """The case in a few words: ``"Qwen3-30B-A3B, 128 tokens"``."""
-        return f"{self.shape.model}, {self.tokens} token{'s' * (self.tokens != 1)}"
+        skewed = "" if self.distribution == "uniform" else f", {self.distribution}"
+        return f"{self.shape.model}{skewed}, {self.tokens} token{'s' * (self.tokens != 1)}"
 
     def calls(self, settings: Settings) -> int:
         """Calls of a sample, each of an input of its own: fewer where there are many tokens.
@@ -157,9 +161,10 @@ def make_layer_plan(
             raise ConfigError("case", f"one of {', '.join(SHAPES)}", name)
     if any(count < 1 for count in tokens):
         raise ConfigError("tokens", "at least 1", min(tokens))
+    models, distribution = LAYER_PRESETS[preset]
     chosen = [
-        LayerCase(name=name, shape=SHAPES[name], tokens=count)
-        for name in dict.fromkeys(cases or LAYER_PRESETS[preset])
+        LayerCase(name=name, shape=SHAPES[name], tokens=count, distribution=distribution)
+        for name in dict.fromkeys(cases or models)
         for count in dict.fromkeys(tokens or SHAPES[name].tokens)
     ]
     settings = settings_of(SMOKE if device == "cpu" else _LAYER, seed=seed, samples=samples)

@@ -8,6 +8,7 @@ from typing import Any
 from moelink.tools.results import LAYER_BENCHMARK, Method
 from moelink_bench.document import markdown, run_head, to_document
 from moelink_bench.layer.contenders import LAYER, PARTS
+from moelink_bench.layer.peers import IN_FP8
 from moelink_bench.layer.plan import LayerPlan
 from moelink_bench.measure import FAILED
 from moelink_bench.report import (
@@ -25,6 +26,7 @@ from moelink_bench.report import (
 METHODS: tuple[Method, ...] = ("graph", "eager")
 
 METHOD = (
+    "The layer is from tokens to output, its router included, which is moelink.nn.Router for all. "
     "A sample is `calls` calls, each of its own input and routing; before it more bytes than the second-level cache "
     "holds are written and all ranks are aligned. A figure is the median (20th, 80th percentile) over samples of the "
     "slowest rank, microseconds per call. graph: events around one replay of a CUDA graph of the calls. eager: events "
@@ -36,10 +38,11 @@ METHOD = (
 )
 RULE = (
     "faster: a lower median than every contender that is not moelink, by the same method: CUDA graph replay where both "
-    "have it, else eager calls. faster_everywhere counts the contender of the same precision, moelink bf16"
+    "have it, else eager calls. moelink bf16 is compared with contenders whose experts are in bf16, moelink "
+    "fp8_block128 with all"
 )
-JUDGED = "moelink bf16"
-"""The contender that verdicts on a run are about, and whose parts are shown."""
+SHOWN = "moelink bf16"
+"""The contender whose parts are shown."""
 
 
 def judge_layer(labels: Sequence[str], rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -48,8 +51,11 @@ def judge_layer(labels: Sequence[str], rows: Sequence[Row]) -> list[dict[str, An
     ran = [row for row in rows if not row.reason]
     for ours in (row for row in ran if row.contender.startswith("moelink")):
         others = {
-            row.contender: row for row in ran if row.case == ours.case and not row.contender.startswith("moelink")
-        }
+            row.contender: row
+            for row in ran
+            if row.case == ours.case and not row.contender.startswith("moelink")
+            and (ours.contender != SHOWN or row.contender not in IN_FP8)
+        }  # fmt: skip
         duels = duels_of(ours, others, LAYER)
         faster, words = faster_in(duels), said_of(duels)
         text = f"{labels[ours.case]}, {ours.contender}: {FASTER[faster]}" + (f" ({'; '.join(words)})" if words else "")
@@ -86,19 +92,18 @@ def layer_document(
     rows = [merged_row(column) for column in zip(*(report.rows for report in reports), strict=True)]
     rows.sort(key=lambda row: row.case)
     verdicts = judge_layer([case.label for case in plan.cases], rows)
-    judged = [verdict for verdict in verdicts if verdict["contender"] == JUDGED]
     most = plan.shapes()
     cases = [
         {
             "label": case.label, "case": case.name, "tokens": case.tokens, "max_tokens": most[case.shape],
-            "calls": case.calls(plan.settings), "shape": to_document(case.shape),
+            "calls": case.calls(plan.settings), "shape": to_document(case.shape), "distribution": case.distribution,
         }
         for case in plan.cases
     ]  # fmt: skip
     return {
         **document, "method": METHOD, "parts": list(PARTS), "cases": cases, "rows": [row_entry(row) for row in rows],
-        "rule": RULE, "verdicts": verdicts, "faster_everywhere": overall([verdict["faster"] for verdict in judged]),
-        "not_faster": [verdict["text"] for verdict in judged if verdict["faster"] is False],
+        "rule": RULE, "verdicts": verdicts, "faster_everywhere": overall([verdict["faster"] for verdict in verdicts]),
+        "not_faster": [verdict["text"] for verdict in verdicts if verdict["faster"] is False],
     }  # fmt: skip
 
 
@@ -136,8 +141,8 @@ def times_table(document: dict[str, Any], *, spread: bool) -> str:
 
 
 def parts_table(document: dict[str, Any]) -> str:
-    """Render medians of the parts of :data:`JUDGED`; "" where it has none."""
-    rows = [row for row in document["rows"] if row["contender"] == JUDGED and row["parts"]]
+    """Render medians of the parts of :data:`SHOWN`; "" where it has none."""
+    rows = [row for row in document["rows"] if row["contender"] == SHOWN and row["parts"]]
     names = [name for name in document["parts"] if any(name in row["parts"] for row in rows)]
     if not rows:
         return ""
@@ -145,7 +150,7 @@ def parts_table(document: dict[str, Any]) -> str:
     for row in rows:
         cells = (microseconds(row["parts"][name]["median"]) if name in row["parts"] else "–" for name in names)
         lines.append([document["cases"][row["case"]]["label"], *cells])
-    return markdown([f"{JUDGED}, µs", *names], lines)
+    return markdown([f"{SHOWN}, µs", *names], lines)
 
 
 def shapes_text(document: dict[str, Any]) -> str:
@@ -158,13 +163,19 @@ def shapes_text(document: dict[str, Any]) -> str:
     )
 
 
+def span_of(document: dict[str, Any]) -> str:
+    """Name the first and the last thing that a call computes. Older results begin after the router's product."""
+    routed = any("distribution" in case for case in document["cases"])
+    return "tokens to output" if routed else "router logits to output"
+
+
 def setting_text(document: dict[str, Any]) -> str:
     """Say what was measured on what."""
     versions, most = document["versions"], max(case["max_tokens"] for case in document["cases"])
     commit = f"commit {document['commit'][:7]}" if document["commit"] else "no commit known"
     marked = " \\* marks calls that were made one by one." if EAGER in times_table(document, spread=False) else ""
     return (
-        f"Microseconds of one layer, router logits to output, on {document['ranks']} × {document['devices'][0]}, "
+        f"Microseconds of one layer, {span_of(document)}, on {document['ranks']} × {document['devices'][0]}, "
         f"by CUDA-graph replay; the median of the slowest rank.{marked} moelink is `moelink.nn.MoE` on one "
         f"communicator that is sized for {most} tokens. All contenders have the same weights; each output was compared "
         f"with the layer in fp32 before it was timed. {shapes_text(document)}. torch {versions['torch']}, triton "

@@ -1,7 +1,7 @@
 """Run the benchmark of the layer: the program of each rank, its gate and its clock, and the document of a run.
 
 A rank draws the weights of a shape once. All contenders share them; each is compared with the truth before it is
-timed. FlashInfer runs in processes of its own, so that it cannot take the others down.
+timed. Libraries that may take a process down, or set torch's symmetric memory, run in processes of their own.
 """
 
 from __future__ import annotations
@@ -30,12 +30,21 @@ from moelink_bench.layer.contenders import (
 )
 from moelink_bench.layer.data import LayerInput, make_inputs, make_weights, truth, worst_error
 from moelink_bench.layer.peers import (
+    DEEP_GEMM,
+    DEEP_GEMM_PRODUCTS,
     EXCHANGE,
+    EXCHANGE_FP8,
+    FLASHINFER_FP8,
     FLASHINFER_LAYER,
     TRANSFORMERS,
+    DeepGemmLayer,
+    DeepGemmProducts,
+    ExchangeFp8Layer,
     ExchangeLayer,
+    FlashInferFp8Layer,
     FlashInferLayer,
     TransformersLayer,
+    deep_gemm_refusal,
 )
 from moelink_bench.layer.plan import FORMATS, LayerPlan, Shape
 from moelink_bench.layer.result import layer_document
@@ -50,9 +59,20 @@ MAKERS: Mapping[str, Callable[[Setting], LayerContender]] = MappingProxyType({
     **{f"moelink {fmt}": moelink_maker(fmt) for fmt in FORMATS},
     TRANSFORMERS: TransformersLayer,
     EXCHANGE: ExchangeLayer,
+    EXCHANGE_FP8: ExchangeFp8Layer,
     FLASHINFER_LAYER: FlashInferLayer,
+    FLASHINFER_FP8: FlashInferFp8Layer,
+    DEEP_GEMM_PRODUCTS: DeepGemmProducts,
+    DEEP_GEMM: DeepGemmLayer,
 })  # fmt: skip
 """Every contender, in the order of tables."""
+APART: Mapping[str, Callable[[], str]] = MappingProxyType({
+    FLASHINFER_LAYER: flashinfer_refusal,
+    FLASHINFER_FP8: flashinfer_refusal,
+    DEEP_GEMM_PRODUCTS: deep_gemm_refusal,
+    DEEP_GEMM: deep_gemm_refusal,
+})  # fmt: skip
+"""Contenders that run in processes of their own, each in others, and the function that says why one cannot, or ""."""
 
 
 def takes_part(plan: LayerPlan) -> tuple[str, ...]:
@@ -125,7 +145,7 @@ def run_shape(report: RankReport, at: Setting, clock: Clock, say: Callable[[str]
                 row, fault = run_contender(
                     contender, inputs, truths[contender.fmt, contender.fp8_experts], at.plan.settings, clock
                 )
-                if fault and isinstance(contender, MoelinkLayer):
+                if fault and name.startswith("moelink"):
                     return replace(report, gate=f"{case.label}: {name}: {fault}", rows=())
                 rows.append(replace(row, case=index))
     finally:
@@ -216,25 +236,25 @@ def run_layer_bench(
         RankFailedError, RankHungError: a rank broke or did not end in time.
     """
     chosen = takes_part(plan)
-    inside = replace(plan, contenders=tuple(name for name in chosen if name != FLASHINFER_LAYER))
-    outside = replace(plan, contenders=(FLASHINFER_LAYER,))
+    inside = replace(plan, contenders=tuple(name for name in chosen if name not in APART))
     reports, absent = reports_of(layer_main, inside, progress)
     if reports is None:
         return None
-    absent = absent or (flashinfer_refusal() if plan.device == "cuda" else "runs on CUDA devices only")
-    if FLASHINFER_LAYER in chosen and not any(report.gate for report in reports):
-        reports = _with_flashinfer(outside, reports, absent, progress)
+    for name in APART:
+        if name in chosen and not any(report.gate for report in reports):
+            why = absent or (APART[name]() if plan.device == "cuda" else "runs on CUDA devices only")
+            reports = _with_rows_of(name, plan, reports, why, progress)
     return layer_document(plan, reports, commit=commit, command=command)
 
 
-def _with_flashinfer(
-    plan: LayerPlan, reports: Sequence[RankReport], absent: str, progress: Progress
+def _with_rows_of(
+    name: str, plan: LayerPlan, reports: Sequence[RankReport], absent: str, progress: Progress
 ) -> list[RankReport]:
-    """Return ``reports`` with FlashInfer's rows; an error becomes the reason of its rows."""
+    """Return ``reports`` with the rows of a contender of :data:`APART`; an error becomes the reason of its rows."""
     found: list[list[RankReport]] = []
     if not absent:
-        progress(FLASHINFER_LAYER)
-        found, absent = run_apart(layer_main, plan)
-    rows = [RankRow(index, FLASHINFER_LAYER, reason=absent) for index in range(len(plan.cases))]
+        progress(name)
+        found, absent = run_apart(layer_main, replace(plan, contenders=(name,)))
+    rows = [RankRow(index, name, reason=absent) for index in range(len(plan.cases))]
     theirs = [report.rows for report in found[0]] if found else [rows] * len(reports)
     return [replace(report, rows=(*report.rows, *mine)) for report, mine in zip(reports, theirs, strict=True)]
