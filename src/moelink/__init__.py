@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moelink import testing as testing
     from moelink.communicator import Communicator
     from moelink.config import EPConfig, MemoryReport
+    from moelink.control.membership import Membership
     from moelink.devices import DeviceCommunicator, init_devices
     from moelink.errors import (
         ArgumentError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         ExpiredRowsError,
         ForeignHandleError,
         ForkedError,
+        MembershipError,
         MoelinkError,
         NetworkTimeoutError,
         PeerAbortedError,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
         PeerTimeoutError,
         PendingError,
         ProtocolError,
+        RankMaskedError,
         RoutingError,
         StateError,
         UndeliveredError,
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
     )
     from moelink.formats import Format, Quantized, format_names, get_format, register_format
     from moelink.hooks import Hook
-    from moelink.initialize import init
+    from moelink.initialize import init, join
     from moelink.output import DispatchHandle, DispatchOutput
     from moelink.transports.base import Traffic
 
@@ -71,6 +74,8 @@ __all__ = [
     "ForkedError",
     "Format",
     "Hook",
+    "Membership",
+    "MembershipError",
     "MemoryReport",
     "MoelinkError",
     "NetworkTimeoutError",
@@ -82,6 +87,7 @@ __all__ = [
     "PendingError",
     "ProtocolError",
     "Quantized",
+    "RankMaskedError",
     "RoutingError",
     "StateError",
     "Traffic",
@@ -91,6 +97,7 @@ __all__ = [
     "get_format",
     "init",
     "init_devices",
+    "join",
     "register_format",
 ]
 
@@ -102,6 +109,7 @@ _HOMES = {
     "EPConfig": "config",
     "Format": "formats",
     "Hook": "hooks",
+    "Membership": "control.membership",
     "MemoryReport": "config",
     "Quantized": "formats",
     "Traffic": "transports.base",
@@ -109,6 +117,7 @@ _HOMES = {
     "get_format": "formats",
     "init": "initialize",
     "init_devices": "devices",
+    "join": "initialize",
     "register_format": "formats",
 }
 """The module of each public name; those of errors are in ``errors``."""

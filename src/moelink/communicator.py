@@ -173,6 +173,11 @@ class Communicator(Lifetime):
         method takes. Until then the arguments must not change: kernels of both halves read them."""
         return self._start(CombineRequest(y, recv, topk_weights, **options))
 
+    def _changed(self) -> None:
+        ep: Communicator
+        for ep in (self, *self._further):
+            ep._fast_path = ep._session.fast_path()
+
     def _call(self, request: CallRequest, plain: bool) -> Any:
         """Make a call and return its result, by an operator under a compiler. The fast path learns of a ``plain`` one,
         which is without options."""

@@ -16,7 +16,7 @@ from moelink.formats.base import encodes_rows_alone
 from moelink.levels import Routes, prefers_two_levels
 from moelink.memory.layout import ALIGNMENT, DispatchMessage, HomeRow
 from moelink.memory.workspace import Workspace
-from moelink.names import FormatName, Layout, Mode, TransportName
+from moelink.names import FormatName, Layout, Mode, OnFailure, TransportName
 
 MAX_TIMEOUT = 2_000_000
 """Most seconds of ``timeout``, 23 days: torch's store waits for milliseconds in 32 bits."""
@@ -116,6 +116,8 @@ class EPConfig:
         num_sms: SMs that one kernel may occupy, or None for all of them.
         lanes: calls of a phase that may be in flight, each in memory of its own (:meth:`moelink.Communicator.lane`).
         timeout: seconds after which a call gives up on a peer.
+        on_failure: "raise", or "mask": where a call fails because of a peer, the ranks that go on mask it, and raise
+            MembershipError in place of PeerTimeoutError (:meth:`moelink.Communicator.mask`).
         rank, world_size: this rank, and their number.
     """
 
@@ -142,6 +144,7 @@ class EPConfig:
     num_sms: int | None = None
     lanes: int = 1
     timeout: float = 60.0
+    on_failure: OnFailure = "raise"
     world_size: int = 1
     rank: int = field(default=0, metadata={"differs": True})
 

@@ -55,6 +55,8 @@ def init_devices(devices: Sequence[torch.device | str], **fields: Any) -> Device
             raise ConfigError(name, "nothing with init_devices, which is given its devices", fields[name])
     if fields.get("two_level") == "auto":  # impossible in one process
         fields["two_level"] = False
+    if fields.get("on_failure", "raise") != "raise":
+        raise ConfigError("on_failure", "'raise' with init_devices, whose ranks fail together", fields["on_failure"])
     places = [plain_device(device) for device in devices]
     configs = [EPConfig(**fields, world_size=len(places), rank=rank) for rank in range(len(places))]
     identity = secrets.token_hex(8)

@@ -13,6 +13,7 @@
     |   +-- ForkedError                        a child process uses its parent's communicator
     |   +-- ForeignHandleError                 a DispatchOutput of another communicator or rank
     |   +-- PendingError                       a second operation while one of its kind is pending
+    |   +-- MembershipError                    ranks were masked, so the step has to be repeated
     +-- UnsupportedError       (RuntimeError)  this transport, device or installation cannot do it
     +-- NetworkTimeoutError    (RuntimeError)  a wait inside the network's library did not end
     +-- CapacityError          (RuntimeError)  rows did not fit ``capacity`` (they were counted and dropped)
@@ -24,6 +25,7 @@
             +-- PeerLeftError                  ... because an exception ended its part
             +-- PeerLostError                  ... because its process is gone
             +-- UndeliveredError               ... because what it sent over the network did not arrive
+            +-- RankMaskedError                ... as its peers go on without this rank
 
 Each class says when it is raised and how to recover. Every message says what was expected, what moelink got, and what
 to do: ``<where>: expected <what>, got <what>; <what to do>``. For a refused argument or field, "expected" says what to
@@ -128,6 +130,22 @@ class ForeignHandleError(StateError):
 
 class PendingError(StateError):
     """A second dispatch (or combine) was started while one is pending. Recover: ``.wait()`` for the first."""
+
+
+class MembershipError(StateError):
+    """With ``on_failure="mask"`` the ranks of a communicator have changed, because a call failed: it was not made.
+
+    ``masked`` are the ranks that calls go on without from now, ``rank`` is this one. Every rank that goes on raises
+    this once, in the call that failed there or in its next one. Recover: repeat the step from its first dispatch, on
+    all of them; outputs of earlier dispatches cannot be combined any more.
+    """
+
+    def __init__(self, rank: int, masked: Sequence[int]) -> None:
+        super().__init__(
+            f"rank {rank}: ranks {list(masked)} are masked now: expected all ranks in this call, got none from them; "
+            "repeat the step from its first dispatch, on all ranks that go on"
+        )
+        self.rank, self.masked = rank, tuple(masked)
 
 
 class UnsupportedError(MoelinkError, RuntimeError):
@@ -252,8 +270,8 @@ class PeerTimeoutError(PeerError):
         """What to do, by the phase in which ``peer`` did not arrive."""
         if phase == "init":
             return "start every rank, check that each reaches the others, and init again"
-        if phase == "recover":
-            return "call recover with the same ranks on all of them, or leave out the rank that is missing"
+        if phase in ("recover", "mask", "admit"):
+            return f"call {phase} with the same ranks on all of them, or leave out the rank that is missing"
         if peer < 0 or peer == rank:
             return "close and init again"
         return f"close and init again, or recover without rank {peer}"
@@ -317,3 +335,22 @@ class UndeliveredError(PeerTimeoutError):
             call=call,
         )
         self.expected, self.got, self.node = expected, None, node
+
+
+class RankMaskedError(PeerTimeoutError):
+    """Peers have masked this rank: they go on without it. ``by`` is one of them, ``call`` its last call before that.
+
+    ``peer`` is this rank itself. Recover: ``admit([rank], store)``, on this rank and on those that go on.
+    """
+
+    def __init__(self, *, rank: int, by: int, phase: str, call: int) -> None:
+        PeerError.__init__(
+            self,
+            f"rank {rank}: this rank is masked: expected it in all calls, got none from it by the time that rank {by} "
+            f"masked it, after call {call} there; call admit([{rank}], store) here and on the ranks that go on",
+            rank=rank,
+            peer=rank,
+            phase=phase,
+            call=call,
+        )
+        self.expected, self.got, self.node, self.by = call, None, None, by

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from moelink.communicator import Communicator, open_communicator
 from moelink.config import MAX_TIMEOUT, EPConfig
+from moelink.control.admission import arrive, named
 from moelink.control.group import connect, default_device, leave, plain_device
 from moelink.control.handshake import refuse
 from moelink.errors import ConfigError, UnsupportedError
 from moelink.metrics import endpoint_of_environment
-from moelink.names import FormatName, Layout, Mode, TransportName
+from moelink.names import FormatName, Layout, Mode, OnFailure, TransportName
 
 
 def init(
@@ -44,6 +46,7 @@ def init(
     num_sms: int | None = None,
     lanes: int = 1,
     timeout: float = 60.0,
+    on_failure: OnFailure = "raise",
 ) -> Communicator:
     """Make this rank's communicator. Collective over ``group``, torchrun's world, or one rank without either.
 
@@ -93,6 +96,29 @@ def init(
     if endpoint is not None:
         endpoint.collector.add(ep)
     return ep
+
+
+def join(
+    store: Store, rank: int, world_size: int, *, device: torch.device | str | None = None, **settings: Any
+) -> Communicator:
+    """Take the place of a masked rank of a running communicator, whose ranks call :meth:`~moelink.Communicator.admit`.
+
+    Args:
+        store: the store that they pass to ``admit``.
+        rank, world_size: the place, and the number of ranks of the communicator, masked ones included.
+        device: as of :func:`init`.
+        settings: the other keywords of :func:`init`, as they passed them, without ``group``.
+
+    Raises:
+        ConfigError: a value is not acceptable.
+        ConfigMismatchError: the others have another version of moelink or other settings; raised on every rank.
+        PeerTimeoutError: nobody admits this rank within ``timeout``, or another rank did not come.
+    """
+    where = default_device() if device is None else plain_device(device)
+    config = EPConfig(**settings, world_size=world_size, rank=rank)
+    world = arrive(rank, store, config.timeout)
+    with named(world.ranks, rank):
+        return open_communicator(config, where, world)
 
 
 def _described_by_fields(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -9,12 +10,22 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 from moelink.config import EPConfig
+from moelink.control.admission import applicants
 from moelink.control.exchange import Peers
+from moelink.control.membership import Membership
 from moelink.control.process import OfThisProcess
-from moelink.errors import ArgumentError, PeerTimeoutError, StateError
+from moelink.errors import (
+    ArgumentError,
+    ConfigMismatchError,
+    MembershipError,
+    PeerTimeoutError,
+    StateError,
+    UnsupportedError,
+)
+from moelink.ops.changes import admit, mask
 from moelink.ops.lanes import Lanes
 from moelink.tracing import Trace
 from moelink.tracing.session import tracing
@@ -32,6 +43,10 @@ class Lifetime(OfThisProcess):
         self._lanes, self._further, self._number = lanes, tuple(further), number
         self._context = lanes.contexts[0]
         self._session = self._context.session
+        if self.config.on_failure == "mask" and not number:
+            own = weakref.WeakMethod(self._mask_failed)
+            for lane in (self, *self._further):
+                lane._session.after_end = lambda error: (own() or _leave_it)(error)
 
     @classmethod
     def _over(cls, lanes: Lanes) -> Self:
@@ -93,6 +108,11 @@ class Lifetime(OfThisProcess):
         gather. Raises UnsupportedError where no kernels can stamp, PeerTimeoutError where a peer does not leave it.
         """
         self._session.require_open("trace")
+        if self._session.masked:
+            raise UnsupportedError(
+                f"trace: expected all ranks in the communicator, got ranks {list(self._session.masked)} masked; admit "
+                "them first"
+            )
         return tracing(self._session, self._context.world)
 
     @property
@@ -137,6 +157,97 @@ class Lifetime(OfThisProcess):
         self._require_lane_0("recover")
         return self._over(self._lanes.recover(ranks))
 
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The ranks that take part in calls, ascending: all that are not masked."""
+        return tuple(rank for rank in range(self.config.world_size) if rank not in self._session.masked)
+
+    def mask(self, ranks: Iterable[int], *, experts: Sequence[int] | None = None) -> Membership:
+        """Go on without ``ranks``, on this communicator and in its memory. Collective over the ranks that go on.
+
+        All of them call it with the same ranks, between calls or after a call raised PeerTimeoutError (whose ``peer``
+        is the rank to mask). Ranks keep their numbers and experts, and captured graphs and bound calls stay valid. In
+        later calls a (token, slot) pair for an expert of a masked rank is dropped and adds nothing to its token's sum:
+        ``recv.masked`` counts them, ``recv.weight_share()`` says how much router weight is left, and
+        ``recv.rescale(out)`` divides by it. ``absent_experts`` says which experts these are. Outputs of earlier
+        dispatches cannot be combined any more. A masked rank that lives is told: its calls raise RankMaskedError. It,
+        or a new process in its place, may come back (:meth:`admit`). The protocol: docs/protocol.md.
+
+        Args:
+            ranks: ranks that take part, without this one.
+            experts: the expert that each of the ``num_experts`` slots holds, if a placement has replicas: a mask that
+                would leave one of them without a slot is refused. None: tokens of experts that are lost are dropped.
+
+        Raises:
+            ArgumentError: ``ranks`` or ``experts`` are not acceptable here; nothing has changed.
+            ConfigMismatchError: another rank masks other ranks.
+            PeerTimeoutError: a rank that goes on did not come in time, or (PeerLostError) is gone. If it names this
+                rank, the others have gone on without it.
+            UnsupportedError: symmetric memory of CUDA devices, or of several nodes, which cannot be replaced.
+            ClosedError, PendingError, StateError: the communicator's state does not allow it.
+        """
+        self._require_lane_0("mask")
+        made = mask(self._lanes, ranks, experts)
+        self._changed()
+        return made
+
+    def admit(self, ranks: Iterable[int], store: Store) -> Membership:
+        """Let masked ranks take part again, as new processes or the same. Collective over all that take part then.
+
+        Between two calls, the ranks that go on call it with the same ranks. In place of each a new process calls
+        :func:`moelink.join` meanwhile, or the masked process, if it lives, ``admit`` with its own rank alone. They have
+        ``timeout`` seconds to come. Calls wait meanwhile; :meth:`applicants` says who has come already, so that nobody
+        waits for a process to start. Weights of its experts have to follow.
+
+        Args:
+            ranks: masked ranks; on a rank that was masked itself, this one alone.
+            store: a store of torch's that all of them reach, and that outlives ranks: the launcher's, for example.
+
+        Raises:
+            ArgumentError: a rank is not masked; its peers raise PeerAbortedError. Nothing has changed.
+            ConfigMismatchError: ranks were given differently, or a newcomer has another version or other settings;
+                raised on every rank. Nothing has changed.
+            PeerTimeoutError: a rank did not come in time, or (PeerLostError) is gone. Nothing has changed.
+            UnsupportedError, ClosedError, PendingError, StateError: as :meth:`mask`.
+        """
+        self._require_lane_0("admit")
+        made = admit(self._lanes, ranks, store)
+        self._changed()
+        return made
+
+    def applicants(self, store: Store) -> tuple[int, ...]:
+        """Return the masked ranks that wait in ``store`` to be admitted. Not collective, and waits for none."""
+        self._session.require_open("applicants")
+        return applicants(store, self._session.masked)
+
+    @property
+    def absent_experts(self) -> Tensor:
+        """[num_experts] bool on the device: experts of masked ranks. :meth:`mask` and :meth:`admit` write it in place,
+        so that a captured graph which chooses replicas by it finds them."""
+        return self._session.transport.absent_on(self.device)
+
+    def _mask_failed(self, error: PeerTimeoutError) -> None:
+        """Mask the rank that ``error`` names, and those that are found to be gone meanwhile, and raise MembershipError.
+
+        Return if the error names no other rank, which leaves it to the caller. Ranks whose calls failed because of
+        different peers propose different lists at first; each finds the other's peer gone or silent, and adds it.
+        """
+        lost, before, tries = {error.peer}, self._session.masked, 2 * self.config.world_size
+        while error.peer not in (-1, self.config.rank, *before) and tries:
+            tries -= 1
+            try:
+                made = self.mask(lost)
+            except ConfigMismatchError:
+                continue
+            except PeerTimeoutError as further:
+                error = further
+                lost.add(further.peer)
+                continue
+            raise MembershipError(self.config.rank, [rank for rank in made.masked if rank not in before]) from error
+
+    def _changed(self) -> None:
+        """Forget what was prepared for the ranks of before."""
+
     def close(self) -> None:
         """Release everything moelink made, never the caller's process groups. A second call does nothing.
 
@@ -171,6 +282,10 @@ class Lifetime(OfThisProcess):
             f"dispatch_format={config.dispatch_format!r}, layout={config.layout!r}, mode={config.mode!r}, "
             f"transport={self._session.transport.name!r}, device='{self.device}'{state})"
         )
+
+
+def _leave_it(error: PeerTimeoutError) -> None:
+    """Do nothing: the communicator that would mask a rank is gone."""
 
 
 def peers_of(ep: Lifetime, group: ProcessGroup | None, what: str, busy: float = 0.0) -> Peers:

@@ -12,6 +12,7 @@ FormatName: TypeAlias = BuiltInFormat | str
 """A built-in format, which an editor completes, or any name that was registered (:func:`moelink.register_format`)."""
 Layout = Literal["expert", "rank", "masked"]
 Mode = Literal["alltoall", "allreduce"]
+OnFailure = Literal["raise", "mask"]
 TransportName = Literal["auto", "collective", "symmetric"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 """Where a command runs its ranks; "auto": on CUDA devices, if the machine has any."""

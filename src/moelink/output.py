@@ -123,6 +123,8 @@ class DispatchHandle:
         ids_version: what torch counted as changes of ``topk_ids`` when they were dispatched, so that a combine over
             other ids is refused. None where it counts none, and where the dispatch was captured into a CUDA graph,
             whose replays dispatch the ids that are there then.
+        absent: [num_experts] bool, the experts of masked ranks, kept up to date by the communicator; None of a compiled
+            graph's outputs.
         carrier: the tensor that gradients of quantised rows arrive at: zeros [rows, hidden_size] of combine_dtype that
             take no memory (stride 0), when dispatch ran as an operator on a format with scales; else None.
     """
@@ -136,6 +138,7 @@ class DispatchHandle:
     routing: Any = field(repr=False)
     ids_version: int | None = None
     first_id: int = 0
+    absent: Tensor | None = field(default=None, repr=False)
     carrier: Tensor | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
@@ -281,6 +284,47 @@ class DispatchOutput:
         if ids.dim() == 2:
             return self.row_offsets[1:] - self.row_offsets[:-1]
         return (ids >= 0).any(2).sum(1, dtype=torch.int32)
+
+    @property
+    def masked(self) -> Tensor:
+        """[] int32: (token, slot) pairs of this rank's own tokens that were dropped: their expert is on a masked rank.
+
+        Like the two methods below it goes by the ranks that are masked when it is looked at. Computed on the device at
+        each access, without host synchronisation, so a CUDA graph may capture it.
+        """
+        return self._pairs(present=False).sum(dtype=torch.int32)
+
+    def weight_share(self) -> Tensor:
+        """Return [num_tokens] the share of each token's router weight that goes to ranks that are not masked.
+
+        Without router weights in dispatch each of a token's pairs weighs the same. It is 1 for a token without weight.
+        """
+        weights = self.handle.topk_weights
+        routed, arrives = self.handle.topk_ids >= 0, self._pairs(present=True)
+        if weights is None:
+            weights = torch.ones(routed.shape, dtype=torch.float32, device=routed.device)
+        whole, part = (weights.masked_fill(~pairs, 0).sum(1) for pairs in (routed, arrives))
+        return torch.where(whole == 0, 1, part / whole)
+
+    def rescale(self, out: Tensor) -> Tensor:
+        """Return a combine's result [num_tokens, hidden_size] divided by :meth:`weight_share`, and rounded once more.
+
+        A token of which no weight arrived stays as it is. Meant for sums of routed experts alone, without a shared
+        expert, bias or residual in them.
+        """
+        share = self.weight_share()
+        wide = out.to(share.dtype) / torch.where(share == 0, 1, share)[:, None]
+        return wide.to(out.dtype)
+
+    def _pairs(self, *, present: bool) -> Tensor:
+        """Return [num_tokens, topk] bool: pairs whose expert takes part, or those of masked ranks."""
+        ids, absent = self.handle.topk_ids, self.handle.absent
+        if absent is None:
+            raise UnsupportedError(
+                "masked: expected an output of an eager call, got one of a compiled graph; look at it outside"
+            )
+        valid = (ids >= 0) & (ids < absent.shape[0])
+        return valid & (absent[torch.where(valid, ids, 0).long()] != present)
 
     def rows_by_expert(self) -> tuple[Tensor, Tensor]:
         """Return the index by which a gather GEMM reads rows grouped by expert; layout "rank" only.

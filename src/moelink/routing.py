@@ -7,6 +7,7 @@ Expert ids are int32 or int64; -1 means not routed. All functions are vectorised
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,19 @@ class ExpertMap:
         first = self.first(rank)
         mine = (expert_ids >= first) & (expert_ids < first + self.num_local(rank))
         return torch.where(mine, expert_ids - first, -1)
+
+
+def absent_experts(num_experts: int, device: torch.device) -> Tensor:
+    """Return [num_experts] bool: whether an expert is on a masked rank. None is, to begin with."""
+    with torch.inference_mode(False):  # calls in any mode read it
+        return torch.zeros(num_experts, dtype=torch.bool, device=device)
+
+
+def mark_absent(absent: Tensor, experts: ExpertMap, masked: Iterable[int]) -> None:
+    """Mark in ``absent`` the experts of the ranks ``masked``, in place, so that a captured graph finds them."""
+    absent.zero_()
+    for rank in masked:
+        absent[experts.first(rank) : experts.first(rank + 1)] = True
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ class Simulation:
 class Rank(Process):
     """One rank, and its surroundings (:class:`moelink.control.recovery.Surroundings`)."""
 
+    phase = "recover"
+
     def __init__(self, simulation: Simulation, rank: int) -> None:
         super().__init__(simulation.clock, rank, simulation.nodes[rank], simulation.choice)
         self._all = simulation

@@ -115,7 +115,7 @@ def test_who_gave_up_first_is_not_named_for_who_never_came() -> None:
     board: Any = SimpleNamespace(
         rank=1, mine=Proposal((0, 1, 2), bytes(16), 0), others=[0, 2], show=lambda corner: None,
         agree=lambda shown: None, read=lambda: answers.pop(0),
-        around=SimpleNamespace(now=clock.monotonic, sleep=clock.sleep),
+        around=SimpleNamespace(now=clock.monotonic, sleep=clock.sleep, phase="recover"),
     )  # fmt: skip
     with pytest.raises(moelink.PeerTimeoutError, match="rank 2 did not arrive in recover.*has not called") as told:
         _agree(board, begin=0.0, timeout=2.0)

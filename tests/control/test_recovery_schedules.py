@@ -68,7 +68,10 @@ def test_ranks_leave_a_corner_alike(first: str) -> None:
 
     def leave(rank: int) -> object:
         board: Any = SimpleNamespace(
-            rank=rank, read=gone, mine=SimpleNamespace(ranks=(0, 1, 2)), around=SimpleNamespace(now=lambda: 0.0)
+            rank=rank,
+            read=gone,
+            mine=SimpleNamespace(ranks=(0, 1, 2)),
+            around=SimpleNamespace(now=lambda: 0.0, phase="recover"),
         )
         try:
             return recovery._all_arrived(board, {}, corner, 1.0)

@@ -94,7 +94,8 @@ class ErrorRecord:
 
     def of(self, failure: Failure, detail: str = "") -> PeerTimeoutError:
         """Return the error that this rank raises for ``failure``."""
-        return failure.error(self.rank, detail, ranks_per_node=self.ranks_per_node)
+        error = failure.error(self.rank, detail, ranks_per_node=self.ranks_per_node)
+        return error if self._detector is None else self._detector.about(error)
 
     @property
     def reported(self) -> PeerTimeoutError | None:

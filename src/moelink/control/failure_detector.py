@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from moelink.control.probe import (
     INTERRUPTED,
+    MASKED,
     UNDELIVERED,
     Address,
     Failure,
@@ -18,7 +19,7 @@ from moelink.control.probe import (
     furthest_behind,
     probe_all,
 )
-from moelink.errors import PeerTimeoutError
+from moelink.errors import PeerTimeoutError, RankMaskedError
 
 _REPORT_SECONDS = 0.3
 _PAUSE_SECONDS = 0.005
@@ -30,23 +31,51 @@ class FailureDetector:
     Attributes:
         rank: this rank.
         probe_server: this rank's own.
-        addresses: the address of every rank's probe server, this rank's included.
+        addresses: the address of every rank's probe server, this rank's included; None for a rank that is masked.
         ranks_per_node: ranks of a node if there are several nodes; else None.
         closed: :meth:`close` was called. Peers' probes of this rank are refused from then on.
         left_out: the error of a recovery in which the others had gone on without this rank, or None.
     """
 
     def __init__(
-        self, *, rank: int, probe_server: ProbeServer, addresses: Sequence[Address], ranks_per_node: int | None = None
+        self,
+        *,
+        rank: int,
+        probe_server: ProbeServer,
+        addresses: Sequence[Address | None],
+        ranks_per_node: int | None = None,
     ) -> None:
         self.rank, self.probe_server, self.addresses = rank, probe_server, tuple(addresses)
         self.ranks_per_node = ranks_per_node
         self.closed = False
         self.left_out: PeerTimeoutError | None = None
 
+    @property
+    def _reachable(self) -> Mapping[int, Address]:
+        """The addresses of the ranks that take part."""
+        return {rank: address for rank, address in enumerate(self.addresses) if address is not None}
+
+    def address_of(self, rank: int) -> Address:
+        """Return the address of a rank that takes part."""
+        address = self.addresses[rank]
+        assert address is not None
+        return address
+
     def enter(self, phase: str) -> int:
         """Count a call of this rank, so that probes see its progress. Returns the call's number, from 1."""
         return self.probe_server.enter(phase)
+
+    def about(self, error: PeerTimeoutError) -> PeerTimeoutError:
+        """Return ``error``, or if peers have masked this rank, the error that says so."""
+        told = self.probe_server.masked
+        if told is None:
+            return error
+        return RankMaskedError(rank=self.rank, by=told[0], phase=error.phase, call=told[1])
+
+    @property
+    def masked(self) -> bool:
+        """Whether a peer has said that this rank is masked."""
+        return self.probe_server.masked is not None
 
     @property
     def reported(self) -> Failure | None:
@@ -139,16 +168,26 @@ class FailureDetector:
         """Report ``failure`` to every peer, without waiting for stopped ones, which read it when they continue."""
         for answers in (False, True):
             peers = [rank for rank, result in results.items() if (result.reached >= 0) == answers]
-            report = threading.Thread(target=probe_all, args=(self.addresses, peers, failure), daemon=True)
-            report.start()
+            report = self._tell(peers, failure)
         report.join(_REPORT_SECONDS)
         return failure
+
+    def _tell(self, peers: Sequence[int], failure: Failure) -> threading.Thread:
+        report = threading.Thread(target=probe_all, args=(self._reachable, peers, failure), daemon=True)
+        report.start()
+        return report
+
+    def tell_masked(self, peers: Sequence[int]) -> None:
+        """Tell ``peers``, stopped ones too, that this rank has masked them. Waits a moment at most."""
+        call, phase = self.probe_server.progress
+        for peer in peers:
+            self._tell([peer], Failure(peer, phase, call, expected=self.rank, got=MASKED)).join(_REPORT_SECONDS)
 
     def probe(self) -> dict[int, ProbeResult]:
         """Probe every peer; results by rank."""
         # This rank also probes itself. Its server answers in order, so it has read all earlier reports, of a time when
         # this process was stopped for example, before it answers the probe.
-        results = probe_all(self.addresses, range(len(self.addresses)))
+        results = probe_all(self._reachable, [rank for rank, address in enumerate(self.addresses) if address])
         del results[self.rank]
         return results
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from moelink.control.meeting import Meeting
 from moelink.control.probe import ProbeServer
@@ -47,6 +47,7 @@ class World:
         probe_server: this rank's.
         made_group: the default group was made here, not by the caller.
         launched: the launcher's store, which this process may host.
+        members: numbers of these ranks in a communicator of more, ascending; None: they are all of it.
     """
 
     rank: int
@@ -59,6 +60,12 @@ class World:
     probe_server: ProbeServer | None = None
     made_group: bool = False
     launched: tuple[Any, ...] = ()
+    members: tuple[int, ...] | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Their numbers in the communicator."""
+        return tuple(range(self.world_size)) if self.members is None else self.members
 
     def alone(self) -> World:
         """Return the world of one rank, and end its meeting."""
@@ -287,9 +294,18 @@ def _keep(things: Sequence[Any]) -> None:
 
 def meet_again(world: World, timeout: float) -> World:
     """Make another world of the same ranks, under a prefix of their store. Collective; raises as :func:`meet`."""
+    if world.members is not None and world.world_size == 1:
+        return alone_of(world.members[0])
     if world.store is None:
         return World(rank=0, world_size=1)
-    return meet(PrefixStore("again", world.store), world.rank, world.world_size, timeout, group=world.group)
+    again = meet(PrefixStore("again", world.store), world.rank, world.world_size, timeout, group=world.group)
+    return dataclasses.replace(again, members=world.members)
+
+
+def alone_of(rank: int) -> World:
+    """Return the world of ``rank``, the only one left of a communicator of several."""
+    control: Any = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60))
+    return World(0, 1, control=control, probe_server=ProbeServer(), members=(rank,))
 
 
 def add_data_group(world: World, device: torch.device, timeout: float) -> World:
@@ -322,7 +338,8 @@ def gather_bytes(world: World, payload: bytes, timeout: float, *, phase: str = "
 
     sizes = [int(size) for size in gather(torch.tensor([len(payload)], device="cpu"))]
     if _DECLINED in sizes:
-        raise PeerAbortedError(rank=world.rank, peer=sizes.index(_DECLINED), phase=phase, call=0)
+        ranks = world.ranks
+        raise PeerAbortedError(rank=ranks[world.rank], peer=ranks[sizes.index(_DECLINED)], phase=phase, call=0)
     if max(sizes) > _LIMIT or min(sizes) < 0:
         raise UnsupportedError(
             f"init: expected at most {_LIMIT} bytes from each rank, got {sizes}; install one moelink version everywhere"

@@ -96,15 +96,16 @@ def agree(world: World, config: EPConfig, address: Address, proposal: str, *, la
         UnsupportedError: a rank does not reach the probe server of another one; on every rank, naming both.
     """
     hello = Hello(config.shared_fields(), address, machine_id(), proposal, __version__, layout)
-    messages = gather_bytes(world, hello.encode(), config.timeout)
-    for peer, message in enumerate(messages):
+    messages, ranks = gather_bytes(world, hello.encode(), config.timeout), world.ranks
+    me = ranks[world.rank]
+    for peer, message in zip(ranks, messages, strict=True):
         if message == _REFUSED:
-            raise PeerAbortedError(rank=world.rank, peer=peer, phase="init", call=0)
-    hellos = [Hello.decode(message, rank=world.rank, peer=peer) for peer, message in enumerate(messages)]
-    compare([{"moelink": f"version {peer.version}"} for peer in hellos])
-    compare([peer.fields for peer in hellos])
+            raise PeerAbortedError(rank=me, peer=peer, phase="init", call=0)
+    hellos = [Hello.decode(message, rank=me, peer=peer) for peer, message in zip(ranks, messages, strict=True)]
+    compare([{"moelink": f"version {peer.version}"} for peer in hellos], ranks)
+    compare([peer.fields for peer in hellos], ranks)
     # Layouts follow from the configuration, which has been compared.
-    compare([{"moelink": f"a build with layout {peer.layout}"} for peer in hellos])
+    compare([{"moelink": f"a build with layout {peer.layout}"} for peer in hellos], ranks)
     addresses, machines = tuple(peer.address for peer in hellos), tuple(peer.machine for peer in hellos)
     require_reach(world, addresses, machines, config.timeout)
     return Agreement(identity=hellos[0].identity, addresses=addresses, machines=machines)
@@ -140,11 +141,12 @@ def refuse(world: World, timeout: float) -> None:
     gather_bytes(world, _REFUSED, timeout)
 
 
-def compare(fields: Sequence[dict[str, str]]) -> None:
-    """Raise ConfigMismatchError for the first field whose text is not the same in every entry."""
+def compare(fields: Sequence[dict[str, str]], numbers: Sequence[int] | None = None) -> None:
+    """Raise ConfigMismatchError for the first field whose text is not the same in every entry. ``numbers``: of the
+    entries' ranks, if these are not all."""
     for name in dict.fromkeys(name for entry in fields for name in entry):
         ranks: dict[str, list[int]] = {}
-        for rank, entry in enumerate(fields):
+        for rank, entry in zip(numbers or range(len(fields)), fields, strict=True):
             ranks.setdefault(entry.get(name, "(absent)"), []).append(rank)
         if len(ranks) > 1:
             raise ConfigMismatchError(name, dict(ranks))

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,6 +64,9 @@ NO_ANSWER, GONE = -1, -2
 
 LEFT, INTERRUPTED = -3, -4
 """In place of a call number: an exception left the rank's ``with`` block, or entered a call under way."""
+
+MASKED = responder.MASKED
+"""In place of a call number: the rank ``expected`` has masked the rank that reads the report."""
 
 UNDELIVERED = -5
 """In place of a call number: the rank is in the call, but its data did not arrive over the network."""
@@ -212,6 +215,10 @@ class ProbeServer:
         self.pid = process.pid
         self._stop = weakref.finalize(self, _stop, process, writing, os.getpid())
 
+    def expect_ranks(self, world_size: int) -> None:
+        """Accept reports that blame ranks below ``world_size``, of whom some do not take part."""
+        self._board.world_size = world_size
+
     @property
     def progress(self) -> tuple[int, str]:
         """The last call that this rank has entered: its number, and "dispatch" or "combine"."""
@@ -242,6 +249,11 @@ class ProbeServer:
             return None
         peer, phase, call, expected, got = failure
         return Failure(peer, _PHASES[phase], call, expected, got)
+
+    @property
+    def masked(self) -> tuple[int, int] | None:
+        """The rank that has masked this one, and its call then; None if none has said so."""
+        return self._board.masked
 
     @property
     def proposal(self) -> bytes:
@@ -312,7 +324,7 @@ def probe(address: Address, report: Failure | None = None) -> ProbeResult:
 
 
 def probe_all(
-    addresses: Sequence[Address], ranks: Sequence[int], report: Failure | None = None
+    addresses: Sequence[Address] | Mapping[int, Address], ranks: Sequence[int], report: Failure | None = None
 ) -> dict[int, ProbeResult]:
     """Probe ``ranks`` concurrently; results by rank."""
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(ranks)))) as pool:

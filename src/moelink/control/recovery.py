@@ -65,7 +65,7 @@ from moelink.errors import ArgumentError, ConfigMismatchError, PeerLostError, Pe
 T = TypeVar("T")
 
 PHASE = "recover"
-"""Phase of the errors raised here; their call number is 0."""
+"""Phase of the errors raised here, unless it is "mask"; their call number is 0."""
 
 _HEAD = struct.Struct("<16sH16s?I")
 _GRACE_SECONDS = 2.0
@@ -84,16 +84,21 @@ _END = struct.Struct("<q?")
 NOTHING = 0
 """In place of a proposal: the rank answers and has none."""
 
-_REASONS = ("it is stopped or unreachable", "it has not called recover", "it is still in an earlier attempt")
+_REASONS = ("it is stopped or unreachable", "it has not called {}", "it is still in an earlier attempt")
 """Why a rank is missing, in the order in which missing ranks are named."""
 
 
 class Surroundings:
-    """The clock, probe servers and stores of ``rank`` of the old communicator, which tests simulate."""
+    """The clock, probe servers and stores of ``rank`` of the old communicator, which tests simulate.
 
-    def __init__(self, detector: FailureDetector) -> None:
+    ``phase`` is that of the errors: "recover", or "mask".
+    """
+
+    phase = PHASE
+
+    def __init__(self, detector: FailureDetector, phase: str = PHASE) -> None:
         """``detector`` is that of the old communicator."""
-        self.rank = detector.rank
+        self.rank, self.phase = detector.rank, phase
         self._detector = detector
 
     def now(self) -> float:
@@ -122,18 +127,18 @@ class Surroundings:
         """Ask the probe servers of ``ranks``, all at once. Takes at most about half a second."""
         if not ranks:
             return {}
-        addresses = [self._detector.addresses[rank] for rank in ranks]
+        addresses = [self._detector.address_of(rank) for rank in ranks]
         with ThreadPoolExecutor(max_workers=min(64, len(ranks))) as pool:
             return dict(zip(ranks, pool.map(read_proposal, addresses), strict=True))
 
     def serve(self, timeout: float) -> tuple[Any, int]:
         """Open a store on the interface of this rank's probe server."""
-        store = serve(self._detector.addresses[self.rank].host, timeout)
+        store = serve(self._detector.address_of(self.rank).host, timeout)
         return store, store.port
 
     def reach(self, host: int, port: int, deadline: float, timeout: float) -> Any:
         """Connect to the store that rank ``host`` serves."""
-        return bounded(lambda: reach(self._detector.addresses[host].host, port, deadline, timeout), deadline)
+        return bounded(lambda: reach(self._detector.address_of(host).host, port, deadline, timeout), deadline)
 
     def bounded(self, call: Callable[[], T], deadline: float) -> T:
         """Return the result of ``call``, which runs in a thread that can be left behind."""
@@ -292,12 +297,12 @@ class _Board:
         for peer, proposal in shown.items():
             if isinstance(proposal, Proposal) and proposal.finished:
                 raise _late(
-                    self.rank, self.rank,
+                    self.around.phase, self.rank, self.rank,
                     f"rank {peer} has gone on with ranks {list(proposal.ranks)} without waiting for this rank any more",
                 )  # fmt: skip
         for peer, proposal in shown.items():
             if proposal == GONE:
-                raise _late(self.rank, peer, GONE_IN_WORDS, lost=True)
+                raise _late(self.around.phase, self.rank, peer, GONE_IN_WORDS, lost=True)
         return shown
 
     def has_begun_again(self, peer: int, agreed: Mapping[int, Proposal]) -> bool:
@@ -360,7 +365,7 @@ def _agree(board: _Board, begin: float, timeout: float) -> dict[int, Proposal]:
             # A rank that has withdrawn its proposal gave up a moment ago, because of a rank that is also missing here:
             # name a rank without any proposal first.
             peer = min(board.others, key=lambda rank: (_reason(shown[rank]), rank in seen))
-            raise _late(board.rank, peer, _REASONS[_reason(shown[peer])])
+            raise _late(board.around.phase, board.rank, peer, _REASONS[_reason(shown[peer])].format(board.around.phase))
         board.around.sleep(_PAUSE_SECONDS)
 
 
@@ -389,7 +394,10 @@ def _all_arrived(board: _Board, agreed: Mapping[int, Proposal], corner: Any, dea
                 if board.around.now() > deadline:
                     absent = [rank for rank in board.mine.ranks if not corner.check([str(rank)])]
                     raise _late(
-                        board.rank, absent[0] if absent else -1, "it agreed to the list and did not reach the new store"
+                        board.around.phase,
+                        board.rank,
+                        absent[0] if absent else -1,
+                        "it agreed to the list and did not reach the new store",
                     )
             except PeerTimeoutError as error:
                 if error.peer == board.rank:  # the others have gone on, in another corner
@@ -404,7 +412,7 @@ def _all_arrived(board: _Board, agreed: Mapping[int, Proposal], corner: Any, dea
         host = board.mine.ranks[0]
         if host != board.rank and board.has_begun_again(host, agreed):  # raises PeerLostError if its process is gone
             return False
-        raise _late(board.rank, host, "its store does not answer") from error
+        raise _late(board.around.phase, board.rank, host, "its store does not answer") from error
 
 
 def _end_of(error: PeerTimeoutError) -> bytes:
@@ -425,7 +433,7 @@ def _heed(board: _Board, verdict: bytes) -> bool:
         board.around.sleep(_PAUSE_SECONDS)
         return False
     detail = GONE_IN_WORDS if lost else verdict[_END.size :].decode(errors="replace")[:200]
-    raise _late(board.rank, peer, detail, lost=lost)
+    raise _late(board.around.phase, board.rank, peer, detail, lost=lost)
 
 
 def _bounded_arrival(board: _Board, agreed: Mapping[int, Proposal], corner: Any, deadline: float) -> bool:
@@ -435,7 +443,7 @@ def _bounded_arrival(board: _Board, agreed: Mapping[int, Proposal], corner: Any,
             lambda: _all_arrived(board, agreed, corner, deadline), deadline + _LAST_WORD_SECONDS
         )
     except BoundedError:
-        raise _late(board.rank, board.mine.ranks[0], "its store does not answer") from None
+        raise _late(board.around.phase, board.rank, board.mine.ranks[0], "its store does not answer") from None
 
 
 @contextmanager
@@ -447,12 +455,12 @@ def named_as_before(around: Surroundings | None, survivors: Sequence[int]) -> It
     try:
         yield
     except PeerTimeoutError as error:
-        if around is None or error.phase == PHASE:
+        if around is None or error.phase == around.phase:
             raise
         peer = survivors[error.peer] if 0 <= error.peer < len(survivors) else _silent(around, survivors)
         what = "ended" if isinstance(error, PeerLostError) else "stopped"
         raise type(error)(
-            rank=around.rank, peer=peer, phase=PHASE, call=0, expected=0, got=None,
+            rank=around.rank, peer=peer, phase=around.phase, call=0, expected=0, got=None,
             detail=f"it agreed to the new group, and {what} while the group was set up",
         ) from error  # fmt: skip
 
@@ -469,7 +477,7 @@ def _connect(board: _Board, host: Proposal, deadline: float, timeout: float) -> 
         return board.around.reach(peer, host.port, deadline, timeout)
     except (RuntimeError, BoundedError) as error:
         board.read()
-        raise _late(board.rank, peer, "its store does not answer") from error
+        raise _late(board.around.phase, board.rank, peer, "its store does not answer") from error
 
 
 def _mismatch(lists: Mapping[int, Sequence[int]]) -> ConfigMismatchError:
@@ -479,6 +487,6 @@ def _mismatch(lists: Mapping[int, Sequence[int]]) -> ConfigMismatchError:
     return ConfigMismatchError("ranks", dict(said))
 
 
-def _late(rank: int, peer: int, detail: str, *, lost: bool = False) -> PeerTimeoutError:
-    facts: dict[str, Any] = {"rank": rank, "peer": peer, "phase": PHASE, "call": 0, "expected": 0, "got": None}
+def _late(phase: str, rank: int, peer: int, detail: str, *, lost: bool = False) -> PeerTimeoutError:
+    facts: dict[str, Any] = {"rank": rank, "peer": peer, "phase": phase, "call": 0, "expected": 0, "got": None}
     return PeerLostError(**facts, detail=detail) if lost else PeerTimeoutError(**facts, detail=detail)

@@ -49,7 +49,9 @@ FAILURE = struct.Struct("<qqqqq")
 NUM_PHASES = 3
 PROOF_BYTES = 8
 
-_PROGRESS, _SLOT, _FAILED, _FAILURE, _TOKEN, _SIZES, _WORLD_SIZE, _WORDS = 0, 1, 2, 3, 8, 10, 12, 16
+_PROGRESS, _SLOT, _FAILED, _FAILURE, _TOKEN, _SIZES, _WORLD_SIZE, _MASKED, _WORDS = 0, 1, 2, 3, 8, 10, 12, 13, 16
+MASKED = -6
+"""In place of a call number in a report: the rank that ``expected`` names has masked this rank."""
 _LARGEST_WORLD, _LEAST_GOT = 1 << 20, -5
 _IDLE_SECONDS = 2.0
 _LOOK_AGAIN_SECONDS = 0.03
@@ -119,10 +121,21 @@ class Blackboard:
         """The first failure reported: peer, phase, call, expected, got."""
         return tuple(self.words[_FAILURE : _FAILURE + 5]) if self.words[_FAILED] else None
 
+    @property
+    def masked(self) -> tuple[int, int] | None:
+        """The first rank that has said that it masked this one, and its call then; None if none has."""
+        by = int(self.words[_MASKED])
+        return (by - 1, int(self.words[_MASKED + 1])) if by else None
+
     def report(self, failure: tuple[int, ...]) -> None:
         """Keep ``failure`` if it is the first, and plausible."""
         peer, phase, call, expected, got = failure
         known = -1 <= peer < (self.world_size or _LARGEST_WORLD) and 0 <= phase < NUM_PHASES
+        if got == MASKED and known and call >= 0 and 0 <= expected < _LARGEST_WORLD:
+            if not self.words[_MASKED]:
+                self.words[_MASKED + 1] = call
+                self.words[_MASKED] = expected + 1
+            return
         if not self.words[_FAILED] and known and min(call, expected) >= 0 and got >= _LEAST_GOT:
             for place, value in enumerate(failure):
                 self.words[_FAILURE + place] = value

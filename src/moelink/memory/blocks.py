@@ -6,12 +6,24 @@ with peer access.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moelink.errors import ArgumentError, ClosedError, UnsupportedError
+from moelink.memory.setup import Exchange
+
+
+class Renewal(Protocol):
+    """New blocks that are prepared."""
+
+    def commit(self) -> None:
+        """Put the new blocks in the place of the old ones, which stay as they are for ranks that hold them."""
+
+    def discard(self) -> None:
+        """Give the new blocks up. Safe after :meth:`commit`."""
 
 
 class SymmetricMemory:
@@ -53,6 +65,21 @@ class SymmetricMemory:
         if block is None:
             raise ArgumentError("rank", f"a rank of the node of rank {self.rank}", rank)
         return block
+
+    def renew(self, members: Sequence[int], exchange: Exchange, fill: Callable[[Tensor], None]) -> Renewal:
+        """Prepare new blocks at the addresses of these, for the ranks ``members``. Collective over them.
+
+        ``exchange``: over the members, called exactly twice. ``fill`` writes what the new own block begins with, and
+        is given zeros. Until :meth:`Renewal.commit` nothing has changed.
+
+        Raises:
+            UnsupportedError: memory of this kind cannot be replaced at its addresses.
+        """
+        raise UnsupportedError(
+            "mask: expected blocks that can be replaced at their addresses, which are those of CPU ranks, got "
+            f"{type(self).__name__} on {self.local.device}; use transport='collective', or recover(ranks), which makes "
+            "a new communicator"
+        )
 
     def close(self) -> None:
         """Release all blocks. Waits for no peer; safe to call twice.

@@ -84,5 +84,16 @@ entry is complete."""
 MARKS_HEADER = 16
 """Bytes before the marks of a rank's tokens: their number, int32, and padding (``kernels.nodes.relay``)."""
 
+ANY_CALL = 1 << 62
+"""In the words of a masked rank (``memory.absence``): it has reached any call."""
+NO_CALL = -1 << 32
+"""A masked rank's LL word of value 0. Words of calls are not negative."""
+OPTIONS_OF_NOBODY = 0x7FFFFFFF
+"""In place of a masked rank's options of a dispatch."""
+STATUS_OF_NOBODY = -1
+"""In place of a masked rank's ``combine_status``. Those of other ranks are not negative."""
+ALWAYS_WITH_FLAGS = 1 << 62
+"""Beside the call numbers at COMBINE_WITH_FLAGS: all combines travel with flags, as some ranks are masked."""
+
 ROW_ABSENT, ROW_DROPPED = -1, -2
 """Values of rows_of_message: the slot's expert is on another rank; the row did not fit ``capacity``."""

@@ -46,6 +46,7 @@ def set_up(
     schema: Schema,
     prepare: Callable[[], dict[str, str]],
     accept: Callable[[list[dict[str, str]]], _Accepted],
+    members: Sequence[int] | None = None,
 ) -> _Accepted:
     """Prepare on every rank, exchange the records, accept them, and return only if all ranks accepted.
 
@@ -57,12 +58,14 @@ def set_up(
         schema: fields that ``prepare`` returns, without ``rank``, which is added here.
         prepare: makes this rank's part and describes it.
         accept: receives the checked fields of all ranks, by rank; its result is returned.
+        members: the ranks that take part, ascending, if not all of ``world_size``.
 
     Raises:
         MoelinkError: of ``prepare`` or ``accept`` on this rank.
         UnsupportedError: another rank failed; the message has its rank and its reason.
         ProtocolError: a record is malformed.
     """
+    ranks = range(world_size) if members is None else members
     failure: MoelinkError | None = None
     accepted: list[_Accepted] = []
     try:
@@ -73,14 +76,14 @@ def set_up(
     if failure is None:
         try:
             full = {"rank": NUMBER, **schema}
-            accepted.append(accept(_decode_all(replies, kind=kind, rank=rank, world_size=world_size, schema=full)))
+            accepted.append(accept(_decode_all(replies, kind=kind, rank=rank, ranks=ranks, schema=full)))
         except MoelinkError as error:
             failure = error
     ready = encode(kind, {"rank": str(rank), "ready": "yes"})
     verdicts = exchange(ready if failure is None else _encode_error(kind, rank, failure))
     if failure is not None:
         raise failure
-    _decode_all(verdicts, kind=kind, rank=rank, world_size=world_size, schema=_VERDICT)
+    _decode_all(verdicts, kind=kind, rank=rank, ranks=ranks, schema=_VERDICT)
     return accepted[0]
 
 
@@ -150,16 +153,16 @@ def _encode_error(kind: str, rank: int, error: MoelinkError) -> bytes:
     return encode(kind, {"rank": str(rank), "error": text})
 
 
-def _decode_all(replies: object, *, kind: str, rank: int, world_size: int, schema: Schema) -> list[dict[str, str]]:
+def _decode_all(replies: object, *, kind: str, rank: int, ranks: Sequence[int], schema: Schema) -> list[dict[str, str]]:
     """Return every rank's fields, by rank. Raises for the first rank whose record is malformed or has an error."""
-    if not isinstance(replies, list) or len(replies) != world_size:
+    if not isinstance(replies, list) or len(replies) != len(ranks):
         got = f"{len(replies)} records" if isinstance(replies, list) else type(replies).__name__
         raise MoelinkError(
-            f"{_PHASE}: expected a list of {world_size} records from the exchange, got {got}; correct the exchange "
+            f"{_PHASE}: expected a list of {len(ranks)} records from the exchange, got {got}; correct the exchange "
             "function"
         )
     peers = []
-    for peer, reply in enumerate(replies):
+    for peer, reply in zip(ranks, replies, strict=True):
         try:
             said = decode(reply, kind, _ERROR)
         except ValueError:

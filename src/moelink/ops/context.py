@@ -236,10 +236,21 @@ class OperatorContext:
             counts=flat[COUNTS] if routing is None else routing.handle.counts,
             routing=self._plan(flat, routing),
             first_id=static.first_id,
+            absent=self._absent_on(topk_ids.device),
             carrier=flat[CARRIER] if static.quantised else None,
         )
         ids = None if static.ranked else torch.arange(static.num_groups, dtype=torch.int32, device=topk_ids.device)
         return DispatchOutput(expert_ids=ids, handle=handle, **fields)
+
+    def _absent_on(self, device: torch.device) -> Tensor | None:
+        """Return what handles carry; None under a compiler, whose graph would keep it."""
+        return None if torch.compiler.is_compiling() else self.session.transport.absent_on(device)
+
+    def change(self, world: World) -> None:
+        """Go on with the ranks of ``world``, with whom the session has changed. Gradients meet anew when needed."""
+        self.gradients.close()
+        self.world, self.gradients = world, GradientCommunicators(self.session, world)
+        self.static = dataclasses.replace(self.static, owner=self.session.identity)
 
     def _plan(self, flat: Sequence[Tensor], routing: DispatchOutput | None) -> Any:
         static = self.static

@@ -254,6 +254,12 @@ class Transport(Protocol):
     def warmup(self, num_sms: Sequence[int] = ()) -> None:
         """Compile and allocate for the first call, also for one with each of these SM limits."""
 
+    def begin_without(self, masked: Sequence[int]) -> None:
+        """Know that ranks are ``masked``, before the first call."""
+
+    def absent_on(self, device: Any) -> Tensor:
+        """Return which experts are on masked ranks, [num_experts] bool, of one local rank."""
+
     def check(self) -> None:
         """Wait for all pending work and raise the first error of this communicator, if there was one."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +18,8 @@ from moelink.control.group import World, add_data_group, gather_bytes, setting_u
 from moelink.control.handshake import Agreement, agree
 from moelink.errors import UnsupportedError
 from moelink.memory import Members, NvshmemMemory, PosixMemory, SymmetricMemory, TorchMemory, create_all, protocol
+from moelink.memory.absence import fill_in_for
+from moelink.memory.blocks import Renewal
 from moelink.memory.layout import DispatchMessage, RegionTable
 from moelink.memory.nodes.nvshmem import refuse_rocm
 from moelink.memory.workspace import Workspace
@@ -53,7 +56,16 @@ def open_session(config: EPConfig, device: torch.device, world: World, fate: Fat
     """
     with torch.inference_mode(False):  # calls in any mode write to the tensors that are made here
         built = build_in_group(config, device, world)
-    return Session([config], [device], built.transport, built.identity, built.detector, fate)
+    session = Session([config], [device], built.transport, built.identity, built.detector, fate)
+    session.masked = masked_in(world, config)
+    if session.masked:
+        session.transport.begin_without(session.masked)
+    return session
+
+
+def masked_in(world: World, config: EPConfig) -> tuple[int, ...]:
+    """Return the ranks of the communicator that are not in ``world``."""
+    return () if world.members is None else tuple(r for r in range(config.world_size) if r not in world.members)
 
 
 def build_in_group(config: EPConfig, device: torch.device, world: World) -> Built:
@@ -63,20 +75,86 @@ def build_in_group(config: EPConfig, device: torch.device, world: World) -> Buil
         ConfigMismatchError: ranks passed different configurations; raised on every rank.
         UnsupportedError: the transport asked for cannot run here; the message names why.
     """
-    if world.world_size == 1:
+    if world.world_size == 1 and world.members is None:
         identity = secrets.token_hex(8)
         return Built(build_in_process([config], [device], identity), identity, None)
-    if world.meeting is None or world.probe_server is None:
-        raise ValueError("expected a world whose ranks have met, got one that never did; use control.group.meet")
     with setting_up(world):
-        address, identity = world.probe_server.address, secrets.token_hex(8)
-        agreement = agree(world, config, address, identity, layout=layout_digest(config))
-        detector = FailureDetector(
-            rank=world.rank, probe_server=world.probe_server, addresses=agreement.addresses,
-            ranks_per_node=config.node_size if config.node_size < config.world_size else None,
-        )  # fmt: skip
+        agreement, detector = _agreed(config, world)
         transport = _transport(config, device, world, agreement, detector)
     return Built(transport, agreement.identity, detector)
+
+
+def _agreed(config: EPConfig, world: World) -> tuple[Agreement, FailureDetector]:
+    """Agree with the ranks of ``world``, which are in their meeting, or alone."""
+    if world.probe_server is None:
+        raise ValueError("expected a world whose ranks have met, got one that never did; use control.group.meet")
+    world.probe_server.expect_ranks(config.world_size)
+    address, identity = world.probe_server.address, secrets.token_hex(8)
+    agreement = agree(world, config, address, identity, layout=layout_digest(config))
+    known = dict(zip(world.ranks, agreement.addresses, strict=True))
+    detector = FailureDetector(
+        rank=config.rank, probe_server=world.probe_server,
+        addresses=[known.get(rank) for rank in range(config.world_size)],
+        ranks_per_node=config.node_size if config.node_size < config.world_size else None,
+    )  # fmt: skip
+    return agreement, detector
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another membership of a session, which is prepared.
+
+    Attributes:
+        commit: lets the session go on with it. Waits for no rank.
+        discard: gives it up; nothing has changed.
+    """
+
+    commit: Callable[[], None]
+    discard: Callable[[], None]
+
+
+def prepare_change(session: Session, world: World) -> Change:
+    """Prepare ``session`` to go on with the ranks of ``world``, some of its own. Collective over them.
+
+    Newcomers open a session meanwhile (:func:`open_session`), in the same exchanges.
+
+    Raises: as :func:`build_in_group`; then nothing has changed.
+    """
+    config, device, transport = session.configs[0], session.devices[0], session.transport
+    masked = masked_in(world, config)
+    leaving = [rank for rank in masked if rank not in session.masked and rank != config.rank]
+    ready: list[Renewal] = []
+
+    def discard() -> None:
+        for each in ready:
+            each.discard()
+
+    try:
+        with torch.inference_mode(False), setting_up(world):
+            agreement, detector = _agreed(config, world)
+            identity = agreement.identity
+            if isinstance(transport, CollectiveTransport):
+                wire = _wire(config, device, world, identity, detector)
+            elif config.mode == "alltoall":
+                memory: SymmetricMemory = transport.ranks[0].memory  # type: ignore[attr-defined]
+                fill = partial(fill_in_for, masked, workspace=Workspace(config))
+                exchange = partial(gather_bytes, world, timeout=config.timeout)
+                ready.append(memory.renew(world.ranks, exchange, fill))
+    except BaseException:
+        discard()
+        raise
+
+    def commit() -> None:
+        if isinstance(transport, CollectiveTransport):
+            transport.change(wire, identity, masked)
+        else:
+            if ready:
+                transport.end_at(leaving)  # type: ignore[attr-defined]
+                ready[0].commit()  # type: ignore[attr-defined]
+            transport.change(identity, detector, masked)  # type: ignore[attr-defined]
+        session.change(identity, detector, masked)
+
+    return Change(commit, discard)
 
 
 def _transport(
@@ -86,15 +164,19 @@ def _transport(
         check_kernels()
         memory = memory_of_group(config, Workspace(config).nbytes, device, world, name=agreement.identity)
         return _symmetric([config], [memory], agreement.identity, detector)
-    wire = GroupWire(
+    wire = _wire(config, device, world, agreement.identity, detector)
+    return CollectiveTransport([config], wire, identity=agreement.identity)
+
+
+def _wire(config: EPConfig, device: torch.device, world: World, identity: str, detector: FailureDetector) -> GroupWire:
+    return GroupWire(
         add_data_group(world, device, config.timeout),
         device=device,
-        identity=agreement.identity,
+        identity=identity,
         timeout=config.timeout,
         detector=detector,
         exchanges=config.mode == "alltoall",
     )
-    return CollectiveTransport([config], wire, identity=agreement.identity)
 
 
 def build_in_process(configs: Sequence[EPConfig], devices: Sequence[torch.device], identity: str) -> Transport:
@@ -107,7 +189,7 @@ def build_in_process(configs: Sequence[EPConfig], devices: Sequence[torch.device
 
 def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: World, *, name: str) -> SymmetricMemory:
     """Allocate a block of ``nbytes`` on every rank of ``world``. Collective; ``name`` is that of the communicator."""
-    if config.mode == "allreduce" or world.world_size == 1:  # nothing travels: a block of one's own is enough
+    if config.mode == "allreduce" or (world.world_size == 1 and world.members is None):
         return create_all([device], nbytes)[0]
 
     def exchange(record: bytes) -> list[bytes]:
@@ -121,7 +203,13 @@ def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: 
                 timeout=config.timeout,
             )  # fmt: skip
         return TorchMemory.create(nbytes, device=device, group=group, exchange=exchange)
-    return PosixMemory.create(nbytes, rank=world.rank, world_size=world.world_size, exchange=exchange)
+    if world.members is None:
+        return PosixMemory.create(nbytes, rank=world.rank, world_size=world.world_size, exchange=exchange)
+    masked = masked_in(world, config)
+    return PosixMemory.create(
+        nbytes, rank=config.rank, world_size=config.world_size, exchange=exchange, members=world.members,
+        fill=partial(fill_in_for, masked, workspace=Workspace(config)),
+    )  # fmt: skip
 
 
 def check_kernels() -> None:

@@ -82,6 +82,9 @@ class Endings:
         fate: the error that has ended it, shared with the sessions of its gradients.
         complete: whether the present call needs nothing told any more (see the module's docstring).
         closed: whether calls are no longer possible.
+        masked: ranks that calls go on without, ascending.
+        after_end: called once a call has met an error that ends the communicator; it may raise another one in its
+            place, and let the communicator go on.
         reading: held by a thread that reads the transport's counters, which is not released meanwhile.
     """
 
@@ -103,6 +106,8 @@ class Endings:
         self._phase: Phase = "dispatch"
         self._waiting: Pending[Any] | None = None
         self.complete, self.closed = True, False
+        self.masked: tuple[int, ...] = ()
+        self.after_end: Callable[[PeerTimeoutError], None] = lambda error: None
         self.reading = RLock()
 
     def raise_fate(self) -> None:
@@ -128,6 +133,7 @@ class Endings:
         self.transport.partly_sent, self.complete, self._waiting = False, True, None
         if isinstance(error, PeerTimeoutError):
             self._end(error)
+            self.after_end(error)
         elif partly_sent and not isinstance(error, PeerError):
             self._end(self.transport.abandon(self._own_failure(phase, INTERRUPTED)))
         elif not complete:
@@ -210,6 +216,18 @@ class Endings:
         self.guard.require_own_process(what)
         if self.closed:
             raise ClosedError(what)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a call was started and not waited for."""
+        return any(started.holder() is not None for started in self._pending.values())
+
+    def change(self, identity: str, detector: FailureDetector | None, masked: tuple[int, ...]) -> None:
+        """Go on without the ranks ``masked``, after the transport has changed. Its fate is open again."""
+        self.identity, self.detector, self.masked = identity, detector, masked
+        self.fate.error = None
+        self._pending.clear()
+        self.complete, self._waiting = True, None
 
     def release(self) -> None:
         """Release the transport. Calls are no longer possible, but peers that probe this rank still get an answer."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from moelink.errors import ClosedError, PeerError
+from moelink.errors import ClosedError, MembershipError, PeerError, StateError
 from moelink.transports.base import Pending, Phase
 from moelink.transports.guard import Guard
 
@@ -20,6 +20,7 @@ class Owner(Protocol):
 
     guard: Guard
     closed: bool
+    identity: str
 
     def raise_fate(self) -> None:
         """Raise the error that has ended the communicator, if one has."""
@@ -68,6 +69,7 @@ class PendingOperation(Generic[T]):
 
     def __init__(self, session: Owner, phase: Phase, operation: Pending[T], given: object) -> None:
         self._session, self._phase, self._operation = session, phase, operation
+        self._identity = session.identity
         # Only this object refers to the tensors that hooks returned, and the call may read it on a stream of its own.
         self._given: object = given
         self._result: list[T] = []
@@ -89,6 +91,11 @@ class PendingOperation(Generic[T]):
         if self._result:
             return self._result[0]
         session = self._session
+        if session.identity != self._identity and not session.closed:
+            raise StateError(
+                f"{self._phase}: expected the ranks with which it was started, got others since (mask or admit); "
+                "repeat the step from its dispatch"
+            )
         session.guard.enter(self._phase)
         try:
             if session.closed:
@@ -98,7 +105,11 @@ class PendingOperation(Generic[T]):
             session.forget(self._phase, self._operation)
             self._result, self._given = [result], None
         except BaseException as error:
-            session.unwind(self._phase, error)
+            try:
+                session.unwind(self._phase, error)
+            except MembershipError as changed:
+                self._failure = changed
+                raise
             if self._operation.over or isinstance(error, PeerError):  # else it may be waited for again
                 self._failure = session.failure_after(error)
                 session.forget(self._phase, self._operation)

@@ -164,4 +164,5 @@ class Session(Endings):
             self.fate.failures.add("check", error)
             if isinstance(error, PeerTimeoutError):
                 self._end(error)
+                self.after_end(error)
             raise

@@ -149,10 +149,11 @@ def wait_for_heads(ctx, notes, num_tokens, S: tl.constexpr):
     if ok > 0:
         status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=mask, other=0)
         heads = status
+        mask = mask & (heads >= 0)  # those of masked ranks are below 0
         status = status & 7
-        refused = tl.where((status & 1) != 0, r, S.WORLD_SIZE)
+        refused = tl.where(mask & ((status & 1) != 0), r, S.WORLD_SIZE)
         peer = tl.min(refused, 0)
-        odd = odd_one_out(status // 2, mask, S.OPTIONS, S.WORLD_SIZE)
+        odd = odd_one_out(status // 2, mask, S.OPTIONS)
         lost = odd_dispatch(heads, notes.received, S)
         mismatched = mask & (refused == S.WORLD_SIZE) & other_dispatches(heads, notes.received, S)
         if (peer < S.WORLD_SIZE) | (odd >= 0) | (lost >= 0):

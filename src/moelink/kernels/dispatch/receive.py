@@ -64,6 +64,7 @@ from moelink.memory.protocol import (
     CODE_OPTIONS,
     DISPATCH_FORWARDED,
     DISPATCH_RECEIVED,
+    OPTIONS_OF_NOBODY,
     PHASE_DISPATCH,
 )
 from moelink.tracing.device.stamps import (
@@ -85,6 +86,7 @@ _ROLE = tl.constexpr(DISPATCH_RECEIVED)
 _FORWARDED = tl.constexpr(DISPATCH_FORWARDED)
 _REFUSED = tl.constexpr(CODE_ABORT)
 _OPTIONS = tl.constexpr(CODE_OPTIONS)
+_OF_NOBODY = tl.constexpr(OPTIONS_OF_NOBODY)
 
 
 @triton.jit
@@ -189,14 +191,20 @@ def wait_for_firsts(ctx, S: tl.constexpr):
 @triton.jit
 def compare(ctx, refused, options, S: tl.constexpr):
     """Return [ranks] which ranks refused this call or chose other options, and the options, for :func:`blame`."""
-    mask = tl.arange(0, S.WORLD_SIZE_POW2) < S.WORLD_SIZE
+    mask = tells_options(options, S)
     return mask & ((refused != 0) | (options != S.OPTIONS)), options
+
+
+@triton.jit
+def tells_options(options, S: tl.constexpr):
+    """Return which of the ranks, with ``options`` [ranks], take part: all that are not masked."""
+    return (tl.arange(0, S.WORLD_SIZE_POW2) < S.WORLD_SIZE) & (options != _OF_NOBODY)
 
 
 @triton.jit
 def blame(ctx, options, origin, S: tl.constexpr):
     """Note the rank that chose other ``options`` [ranks] than most."""
-    mask = tl.arange(0, S.WORLD_SIZE_POW2) < S.WORLD_SIZE
+    mask = tells_options(options, S)
     note_refusal(ctx, first_mismatched(options, mask), _PHASE, _OPTIONS)
 
 

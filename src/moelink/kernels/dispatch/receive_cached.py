@@ -14,7 +14,7 @@ message in that slot goes there too, if it is of token 5.
 import triton
 import triton.language as tl
 
-from moelink.kernels.dispatch.receive import receive_by
+from moelink.kernels.dispatch.receive import receive_by, tells_options
 from moelink.kernels.dispatch.row_offsets import (
     header_word,
     report_missing,
@@ -105,7 +105,7 @@ def compare_origins(ctx, refused, options, S: tl.constexpr):
     """Return [ranks] which ranks refused this call, chose other options or use a routing of another call than this
     rank; and the number of that call [ranks]."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    mask = r < S.WORLD_SIZE
+    mask = tells_options(options, S)
     wrong = mask & ((refused != 0) | (options != S.OPTIONS))
     origin = header_word(ctx.control, r, 6, 0, 0x7FFFFFFF, S)
     return wrong | (mask & (origin != tl.sum(tl.where(r == ctx.me, origin, 0), 0))), origin
@@ -115,7 +115,7 @@ def compare_origins(ctx, refused, options, S: tl.constexpr):
 def blame_mismatched(ctx, options, origin, S: tl.constexpr):
     """Note the first rank that chose other ``options`` [ranks] than most, or uses a routing of another call than
     most."""
-    mask = tl.arange(0, S.WORLD_SIZE_POW2) < S.WORLD_SIZE
+    mask = tells_options(options, S)
     odd = first_mismatched(options, mask)
     if odd < S.WORLD_SIZE:
         note_refusal(ctx, odd, _PHASE, _OPTIONS)

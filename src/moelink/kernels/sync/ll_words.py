@@ -43,7 +43,7 @@ def wait_ll_words_above(
     TRACE: tl.constexpr = False,
 ):
     """Poll words (a block [R, N] of int64 pointers) until all under ``mask`` have ``number`` above their lower SHIFT
-    bits.
+    bits. With SHIFT 32 words below 0 are those of masked ranks, which are not awaited (``memory.absence``).
 
     Returns (arrived, words, missing): arrived as in ``signals.wait_all``; words and missing [R, N] of the last look.
     """
@@ -55,7 +55,10 @@ def wait_ll_words_above(
     missing = tl.zeros(mask.shape, tl.int32)
     while state == UNFINISHED:
         word = tl.load(words, mask=mask, other=0, volatile=True)
-        missing = (mask & ((word >> SHIFT) != number)).to(tl.int32)
+        if SHIFT == 32:
+            missing = (mask & (word >= 0) & ((word >> SHIFT) != number)).to(tl.int32)
+        else:
+            missing = (mask & ((word >> SHIFT) != number)).to(tl.int32)
         note_reached(arrivals, tl.max(missing, 1) == 0, CLOCK, TRACE)
         here = tl.max(tl.reshape(missing, (mask.shape[0] * mask.shape[1],)), 0) == 0
         state = tl.where(block_uniform(here.to(tl.int32)) > 0, OK, UNFINISHED)

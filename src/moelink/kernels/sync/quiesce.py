@@ -150,17 +150,18 @@ def _messages_of(heads, S: tl.constexpr):
 
 @triton.jit
 def other_dispatches(heads, received, S: tl.constexpr):
-    """Return which of ``heads``, words of combine_status [ranks], name another dispatch than ``received`` does."""
-    return (heads >> 32).to(tl.int32) != _dispatch_of(received, S)
+    """Return which of ``heads``, words of combine_status [ranks], name another dispatch than ``received`` does. Those
+    of masked ranks, below 0, name none."""
+    return (heads >= 0) & ((heads >> 32).to(tl.int32) != _dispatch_of(received, S))
 
 
 @triton.jit
 def odd_dispatch(heads, received, S: tl.constexpr):
     """Return the rank to blame if ``heads`` name other dispatches than the one that ``received`` is of, or -1."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
-    mask = r < S.WORLD_SIZE
+    mask = (r < S.WORLD_SIZE) & (heads >= 0)
     beside = (heads >> 32).to(tl.int32)
-    odd = odd_one_out(beside, mask, _dispatch_of(received, S), S.WORLD_SIZE)
+    odd = odd_one_out(beside, mask, _dispatch_of(received, S))
     if odd >= 0:  # of three dispatches or more, all ranks name the same one
         odd = first_mismatched(beside, mask)
     return odd

@@ -296,7 +296,7 @@ def note_malformed(control, source, bad):
 
 
 @triton.jit
-def odd_one_out(values, mask, mine, W: tl.constexpr):
+def odd_one_out(values, mask, mine):
     """Return the rank to blame when ``values`` [N] under ``mask`` are not all ``mine``, or -1. Where there are two
     values, every rank finds the same one; of more, :func:`first_mismatched` says the rank.
 
@@ -307,9 +307,10 @@ def odd_one_out(values, mask, mine, W: tl.constexpr):
     same = mask & (values == mine)
     first_same = tl.min(tl.where(same, r, values.shape[0]), 0)
     first_other = tl.min(tl.where(mask & (values != mine), r, values.shape[0]), 0)
+    every = tl.sum(mask.to(tl.int32), 0)
     count = 2 * tl.sum(same.to(tl.int32), 0)
-    usual = (count > W) | ((count == W) & (first_same < first_other))
-    return tl.where(count == 2 * W, -1, tl.where(usual, first_other, first_same))
+    usual = (count > every) | ((count == every) & (first_same < first_other))
+    return tl.where(count == 2 * every, -1, tl.where(usual, first_other, first_same))
 
 
 @triton.jit

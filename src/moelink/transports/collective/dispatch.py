@@ -21,9 +21,12 @@ from moelink.transports.collective.wire import Announce, BadMessageError, Learn,
 
 
 def dispatch_steps(
-    config: EPConfig, request: DispatchRequest, scratch: Scratch, *, identity: str
+    config: EPConfig, request: DispatchRequest, scratch: Scratch, *, identity: str, absent: Tensor, masked: bool = False
 ) -> Steps[DispatchOutput]:
-    """Dispatch on one rank. In allreduce mode nothing is yielded, so nothing travels."""
+    """Dispatch on one rank. In allreduce mode nothing is yielded, so nothing travels.
+
+    ``absent``: [num_experts] bool, the experts of masked ranks, if any are ``masked``. Their ids act as -1.
+    """
     num_tokens, capacity = len(request.x), request.output_rows(config)
     weights = evaluate_weights(
         request.topk_weights,
@@ -42,6 +45,8 @@ def dispatch_steps(
     )
     bad = (request.topk_ids < -1) | (request.topk_ids >= config.num_experts)
     ids = request.topk_ids.masked_fill(bad, -1)
+    if masked and config.mode == "alltoall":
+        ids = ids.masked_fill((ids >= 0) & absent[ids.clamp(min=0).long()], -1)
     experts = ExpertMap(config.num_experts, config.world_size)
     call = 0
     if config.mode == "alltoall":
@@ -93,6 +98,7 @@ def dispatch_steps(
         routing=plan,
         ids_version=version_at_dispatch(request.topk_ids),
         first_id=experts.first(config.rank) if config.global_ids else 0,
+        absent=absent,
     )
     return fill_output(
         config,

@@ -131,6 +131,8 @@ class GroupWire:
         self.sent: dict[Phase, int] = {"dispatch": 0, "combine": 0}
         self._world, self._device, self._timeout = world, device, timeout
         self._identity = digest(identity)
+        self._ranks = world.ranks
+        self._rank = self._ranks[world.rank]
         self._detector, self.shared = detector, exchanges
         self._error: PeerError | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -177,6 +179,8 @@ class GroupWire:
         self._lent = ()
 
     def _raise_poison(self) -> None:
+        if self._error is None and self._detector.masked:
+            self._error = self._named(Failure(self._rank, "dispatch", 0, expected=0, got=0))
         if self._error is None and self._detector.reported is not None:
             self._error = self._named(self._detector.reported)
         if self._error is not None:
@@ -222,7 +226,7 @@ class GroupWire:
                     finished.record(self._stream)
             return result
         except BadMessageError as error:
-            raise self._poison(error.protocol_error(rank=self._world.rank, phase=phase, call=call)) from error
+            raise self._poison(error.protocol_error(rank=self._rank, phase=phase, call=call)) from error
         except PeerError:
             raise
         except BaseException:
@@ -273,7 +277,8 @@ class GroupWire:
         status = _REFUSED if announce is None else _OK
         chosen, counts = (0, 0, 0), [0] * self._world.world_size
         if announce is not None:
-            chosen, counts = (digest(announce.options), announce.origin, announce.row_bytes), announce.counts
+            chosen = digest(announce.options), announce.origin, announce.row_bytes
+            counts = self._of_members(announce.counts)
         mine = (_MAGIC, call, _PHASE_CODES[phase], status, self._identity, *chosen)
         headers = torch.tensor([(*mine, count) for count in counts], device="cpu")
         received = torch.empty_like(headers)
@@ -285,19 +290,27 @@ class GroupWire:
         announce = headers.announce
         self._lent = (headers.sent, headers.received)
         self._finish(headers.work, headers.call, headers.phase, deadline, on_device=False)
-        rows = [dict(zip(HEADER_FIELDS, row, strict=True)) for row in headers.received.tolist()]
+        words = [dict(zip(HEADER_FIELDS, row, strict=True)) for row in headers.received.tolist()]
+        rows = dict(zip(self._ranks, words, strict=True))
         self._verdict(headers.call, headers.phase, rows, refused=announce is None)
-        got = [row["count"] for row in rows]
-        for source, count in enumerate(got):
-            if announce is not None and not 0 <= count <= announce.limit:
-                raise BadMessageError(source, f"an announcement of at most {announce.limit} rows", f"{count}")
+        if announce is None:
+            return []
+        got = [0] * len(announce.counts)
+        for source, row in rows.items():
+            if not 0 <= row["count"] <= announce.limit:
+                raise BadMessageError(source, f"an announcement of at most {announce.limit} rows", f"{row['count']}")
+            got[source] = row["count"]
         return got
 
-    def _verdict(self, call: int, phase: Phase, headers: list[dict[str, int]], *, refused: bool) -> None:
+    def _of_members(self, counts: list[int]) -> list[int]:
+        """Return those of ``counts``, one for each rank of the communicator, that are of ranks that take part."""
+        return [counts[rank] for rank in self._ranks]
+
+    def _verdict(self, call: int, phase: Phase, headers: dict[int, dict[str, int]], *, refused: bool) -> None:
         """Compare all headers. Every rank sees the same ones, so all ranks raise together, or all go on."""
-        rank = self._world.rank
+        rank = self._rank
         for name in ("magic", "config", "call", "phase"):
-            odd = odd_rank({peer: header[name] for peer, header in enumerate(headers)})
+            odd = odd_rank({peer: header[name] for peer, header in headers.items()})
             if odd is not None:
                 peer, value, usual = odd
                 raise ProtocolError(
@@ -308,11 +321,11 @@ class GroupWire:
                     phase=phase,
                     call=call,
                 )
-        for peer, header in enumerate(headers):
+        for peer, header in headers.items():
             if header["status"] != _OK and not refused:
                 raise PeerAbortedError(rank=rank, peer=peer, phase=phase, call=call)
         for name, (how, expected, got) in _CHOICES.items():
-            taking_part = {peer: header[name] for peer, header in enumerate(headers) if header["status"] == _OK}
+            taking_part = {peer: header[name] for peer, header in headers.items() if header["status"] == _OK}
             odd = None if refused else odd_rank(taking_part)
             if odd is not None:
                 peer, value, usual = odd
@@ -327,12 +340,13 @@ class GroupWire:
 
     def _exchange_rows(self, call: int, phase: Phase, transfer: Transfer, deadline: float) -> Tensor:
         rows, received = transfer.rows, transfer.into[: sum(transfer.recv_counts)]
-        work = self._work = self._world.data.alltoall_base(received, rows, transfer.recv_counts, transfer.send_counts)
+        counts = self._of_members(transfer.recv_counts), self._of_members(transfer.send_counts)
+        work = self._work = self._world.data.alltoall_base(received, rows, *counts)
         if self._stream is None:
             self._lent += (rows, received)
         self._finish(work, call, phase, deadline, on_device=True)
         self._complete = True
-        remote = len(rows) - transfer.send_counts[self._world.rank]
+        remote = len(rows) - transfer.send_counts[self._rank]
         self.sent[phase] += remote * rows.shape[1]
         return transfer.into
 
@@ -382,7 +396,7 @@ class GroupWire:
 
     def _named(self, failure: Failure) -> PeerTimeoutError:
         """Return the error that this rank raises for ``failure``."""
-        return failure.error(self._world.rank, ranks_per_node=self._detector.ranks_per_node)
+        return self._detector.about(failure.error(self._rank, ranks_per_node=self._detector.ranks_per_node))
 
     def _poison(self, error: PeerError) -> PeerError:
         self._error = self._error or error

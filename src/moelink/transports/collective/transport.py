@@ -15,6 +15,7 @@ from moelink.control.probe import Failure
 from moelink.errors import PeerTimeoutError, UnsupportedError
 from moelink.lease import CallCount
 from moelink.output import DispatchOutput, OutputShape, leave_in_place, replace_fields
+from moelink.routing import ExpertMap, absent_experts, mark_absent
 from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Pending, Phase, Traffic
 from moelink.transports.collective.combine import combine_steps
 from moelink.transports.collective.dispatch import dispatch_steps
@@ -61,6 +62,8 @@ class CollectiveTransport:
         self._latest: list[tuple[int, list[int], Tensor] | None] = [None for _ in configs]  # no rows, no ids
         # Rows are tensors here, but their time is the same as on the other transport, so that programs run on both.
         self._calls = [CallCount() for _ in configs] if configs[0].zero_copy else []
+        self._absent: Tensor | None = None
+        self._masked: tuple[int, ...] = ()
 
     def dispatch(self, requests: Sequence[DispatchRequest], *, fused: bool = False) -> Pending[list[DispatchOutput]]:
         """Start a dispatch on every local rank."""
@@ -103,13 +106,33 @@ class CollectiveTransport:
         return again
 
     def _counted(self, index: int, request: DispatchRequest) -> Steps[DispatchOutput]:
-        output = yield from dispatch_steps(self._configs[index], request, self._scratch[index], identity=self._identity)
+        output = yield from dispatch_steps(
+            self._configs[index], request, self._scratch[index], identity=self._identity,
+            absent=self.absent_on(request.topk_ids.device), masked=bool(self._masked),
+        )  # fmt: skip
         losses = (output.overflow.clone(), output.handle.routing.messages.invalid_ids)
         earlier = self._losses[index]
         handle = output.handle
         self._latest[index] = handle.num_tokens, handle.routing.messages.recv_counts, handle.counts
         earlier[:] = [(losses[0] + earlier[0][0], losses[1] + earlier[0][1])] if earlier else [losses]
         return leave_in_place(output, self._calls[index]) if self._calls else output
+
+    def begin_without(self, masked: Sequence[int]) -> None:
+        """Drop ids of the experts of the ranks ``masked`` from now on."""
+        self._masked = tuple(masked)
+        if self._absent is not None:
+            mark_absent(self._absent, self._experts, masked)
+
+    @property
+    def _experts(self) -> ExpertMap:
+        return ExpertMap(self._configs[0].num_experts, self._configs[0].world_size)
+
+    def absent_on(self, device: torch.device) -> Tensor:
+        """Return which experts are on masked ranks, a tensor that :meth:`change` writes."""
+        if self._absent is None or self._absent.device != device:
+            self._absent = absent_experts(self._configs[0].num_experts, device)
+            mark_absent(self._absent, self._experts, self._masked)
+        return self._absent
 
     def _end_rows(self, phase: Phase) -> None:
         """Begin a call, which with ``zero_copy`` ends the rows of the dispatch before."""
@@ -193,6 +216,15 @@ class CollectiveTransport:
     def compare_clocks(self) -> list[tuple[int, int]] | None:
         """Return None: there are no clocks of kernels."""
         return None
+
+    def change(self, wire: Wire, identity: str, masked: Sequence[int]) -> None:
+        """Go on over ``wire``, without the ranks ``masked``."""
+        wire.sent = self._wire.sent
+        self._wire.close()
+        self._wire, self._identity, self.partly_sent = wire, identity, False
+        self.begin_without(masked)
+        for count in self._calls:
+            count.begin("dispatch")
 
     def close(self) -> None:
         """Release the wire."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.memory.protocol import (
+    ANY_CALL,
     CALL_SHIFT,
     COMBINE_BYTES,
     COMBINE_RECEIVED,
@@ -87,8 +88,10 @@ class CounterReader:
             "combine": control[COMBINE_RECEIVED] >> CALL_SHIFT,
         }
         counts = words["counts"][:, : self._words]
-        calls, values = counts >> 32 & _LL_CALL, counts & _LL_VALUE
-        if (calls == calls[0, 0]).all() and calls[0, 0]:  # else some belong to the call before; the earlier one is kept
+        here = counts[:, 0] >= 0  # words of masked ranks are below 0
+        calls, values = np.where(counts < 0, 0, counts >> 32 & _LL_CALL), np.where(counts < 0, 0, counts & _LL_VALUE)
+        now = calls[self._me, 0]
+        if (calls[here] == now).all() and now:  # else some belong to the call before; the earlier one is kept
             counted = not values[:, _ORIGIN].any()
             self._latest = LatestDispatch(
                 tokens=int(values[self._me, _TOKENS]),
@@ -134,5 +137,5 @@ def _late(entered: Any, me: int, done: int) -> tuple[bool, ...]:
     (False, False, False, False)
     """
     own = entered[me]
-    late: np.ndarray[Any, Any] = (entered != own) & (entered > 0) & (own != done)
+    late: np.ndarray[Any, Any] = (entered != own) & (entered > 0) & (entered < ANY_CALL) & (own != done)
     return tuple(late.tolist())

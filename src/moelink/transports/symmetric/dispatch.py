@@ -70,7 +70,9 @@ class Dispatch:
         self._received: Received | None = None
         if out is None and not request.separate and self._rows == plan.rows:
             memory = plan.make_arena()
-            self._received = received = Received(plan, identity, memory, request.topk_ids, weights, version, again)
+            self._received = received = Received(
+                plan, identity, memory, request.topk_ids, weights, version, again, rank.absent
+            )
             self.notes, self._scale_rows = received.notes, plan.fused.scale_rows
             self.output = received.output(rank.calls)
             return
@@ -78,6 +80,7 @@ class Dispatch:
         handle = DispatchHandle(
             owner=identity, rank=plan.rank, num_tokens=x.shape[0], topk_ids=request.topk_ids, topk_weights=weights,
             counts=plan.counts.on(device), routing=self.notes, ids_version=version, first_id=plan.first_id,
+            absent=rank.absent,
         )  # fmt: skip
         if out is not None:
             self.output = dataclasses.replace(out, handle=handle, host_counts=None)

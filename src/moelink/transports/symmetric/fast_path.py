@@ -102,7 +102,7 @@ class PreparedDispatch(_Direct):
         super().__init__(
             direct, plan.both.count, [(first + i, begin) for i, begin in enumerate(plan.in_arena) if begin >= 0]
         )
-        self._plan, self._owner, self._calls = plan, owner, rank.calls
+        self._plan, self._owner, self._calls, self._absent = plan, owner, rank.calls, rank.absent
         self._large = tuple((name, OWN_ADDRESSES + PLACES[name], make) for name, make in plan.make_large)
 
     def prepare(
@@ -111,7 +111,7 @@ class PreparedDispatch(_Direct):
     ) -> DispatchOutput:  # fmt: skip
         """Make the output of a call and write its addresses."""
         addresses, plan = self.direct.addresses, self._plan
-        received = Received(plan, self._owner, plan.make_arena(), ids, weights, version)
+        received = Received(plan, self._owner, plan.make_arena(), ids, weights, version, absent=self._absent)
         fields: dict[str, Any] = {"_source": received}
         for name, place, make in self._large:
             fields[name] = tensor = make()

@@ -17,9 +17,10 @@ from moelink.control.probe import Failure
 from moelink.errors import PeerTimeoutError
 from moelink.kernels.launch.device import launches_overlap
 from moelink.memory import SymmetricMemory
-from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
+from moelink.memory.protocol import CODE_TIMEOUT, COMBINE_BYTES, DISPATCH_BYTES
 from moelink.memory.workspace import Workspace, pointer_table
 from moelink.output import DispatchOutput
+from moelink.routing import mark_absent
 from moelink.transports.base import Phase, Traffic
 from moelink.transports.counters import Counters
 from moelink.transports.symmetric.rank import Rank
@@ -216,6 +217,35 @@ class LocalRanks:
         self._comparisons += 1
         results = [each.result() for each in under_way]
         return None if None in results else results[0]
+
+    def change(self, identity: str, detector: FailureDetector | None, masked: Sequence[int]) -> None:
+        """Go on in new blocks, which are where the old ones were, without the ranks ``masked``."""
+        self._identity, self._detector, self.partly_sent = identity, detector, False
+        self._under_way.clear()
+        self.begin_without(masked)
+        for rank in self.ranks:
+            rank.change(detector)
+
+    def begin_without(self, masked: Sequence[int]) -> None:
+        """Say that the experts of the ranks ``masked``, which the blocks know of, are absent."""
+        for rank in self.ranks:
+            mark_absent(rank.absent, rank.experts, masked)
+
+    def absent_on(self, device: torch.device) -> Tensor:
+        """Return which experts are on masked ranks, [num_experts] bool, as :meth:`change` keeps it."""
+        return self.ranks[0].absent
+
+    def end_at(self, peers: Sequence[int]) -> None:
+        """Poison the blocks of ``peers``, which are masked, so that none of their waits lasts. For CPU ranks."""
+        (rank,) = self.ranks
+        if rank.config.mode == "allreduce":
+            return
+        for peer in peers:
+            block, me = rank.memory.peer(peer), rank.me
+            described = self._workspace.regions["poisons"].view(block)[me]
+            described[1:] = torch.tensor([me, peer, 0, 0, 0, 0, 0])
+            described[0] = CODE_TIMEOUT
+            self._workspace.regions["poison"].view(block)[0] = me + 1
 
     def close(self) -> None:
         """Release the blocks, after all calls under way unless the communicator is poisoned. Safe to call twice."""

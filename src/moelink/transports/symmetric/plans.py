@@ -162,9 +162,10 @@ class Received:
         ids, weights: [num_tokens, topk] of the home rank; weights are None where none went into dispatch.
         version: ``ids_version`` of the handle.
         again: the notes of a call over an earlier routing; None where they are in the arena.
+        absent: of the handle.
     """
 
-    __slots__ = ("again", "at", "ids", "memory", "owner", "plan", "version", "weights")
+    __slots__ = ("absent", "again", "at", "ids", "memory", "owner", "plan", "version", "weights")
 
     def __init__(
         self,
@@ -175,9 +176,11 @@ class Received:
         weights: Tensor | None,
         version: int | None,
         again: SymmetricNotes | None = None,
+        absent: Tensor | None = None,
     ) -> None:
         self.plan, self.owner, self.memory, self.at = plan, owner, memory, memory.data_ptr()
         self.ids, self.weights, self.version, self.again = ids, weights, version, again
+        self.absent = absent
 
     def has(self, name: str) -> bool:
         """Return whether the output has a field of this name, which is to be made."""
@@ -191,7 +194,7 @@ class Received:
         return DispatchHandle(
             owner=self.owner, rank=plan.rank, num_tokens=plan.fused.num_tokens, topk_ids=self.ids,
             topk_weights=self.weights, counts=plan.arena.tensor(self.memory, "counts"), routing=self.notes,
-            ids_version=self.version, first_id=plan.first_id,
+            ids_version=self.version, first_id=plan.first_id, absent=self.absent,
         )  # fmt: skip
 
     @property

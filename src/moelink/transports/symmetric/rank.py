@@ -31,7 +31,7 @@ from moelink.memory import SymmetricMemory, connect
 from moelink.memory.nodes.watchdog import wait_for_device
 from moelink.memory.protocol import ABORT_RECORD, PHASES, RECORD_WORDS
 from moelink.memory.workspace import Workspace
-from moelink.routing import ExpertMap
+from moelink.routing import ExpertMap, absent_experts
 from moelink.tracing.device.buffer import TraceBuffer, require_traceable
 from moelink.transports.counters import Counters
 from moelink.transports.symmetric.counters import CounterReader
@@ -130,7 +130,9 @@ class Rank:
         self._in_turn = in_turn or self.device.type == "cpu"
         self.me = 0 if config.mode == "allreduce" else config.rank
         self.weight_dtype, self.notes = config.weight_dtype, NotesLayout.of(workspace)
-        self.first_expert = ExpertMap(config.num_experts, config.world_size).first(config.rank)
+        self.experts = ExpertMap(config.num_experts, config.world_size)
+        self.first_expert = self.experts.first(config.rank)
+        self.absent = absent_experts(config.num_experts, self.device)
         self.network = connect(memory, workspace, self.me)
         self.table = self.network.table
         if config.mode == "allreduce" and memory.world_size > 1:
@@ -141,10 +143,7 @@ class Rank:
         # The kernels write it; the host reads it at every call without synchronising.
         self.record = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=self.device.type == "cuda")
         self._words = memoryview(self.record.numpy())  # type: ignore[arg-type]
-        self.errors = ErrorRecord(
-            self.record, self.control, rank=config.rank, me=self.me, world_size=workspace.world_size, detector=detector,
-            ranks_per_node=workspace.node_size if workspace.inter_node_ranks else None,
-        )  # fmt: skip
+        self.errors = self._new_errors(detector)
         # For the latest dispatch only: the scale kernel reads it before the next dispatch begins
         # (``kernels.dispatch.scales``).
         self.message_of_row = torch.empty(config.row_capacity, dtype=torch.int32, device=self.device)
@@ -169,6 +168,21 @@ class Rank:
         self._latest: torch.cuda.Stream | None = None
         self._latest_handle, self._index = -1, self.device.index
         self._forked = False
+
+    def _new_errors(self, detector: FailureDetector | None) -> ErrorRecord:
+        return ErrorRecord(
+            self.record, self.control, rank=self.config.rank, me=self.me, world_size=self.workspace.world_size,
+            detector=detector, ranks_per_node=self.workspace.node_size if self.workspace.inter_node_ranks else None,
+        )  # fmt: skip
+
+    def change(self, detector: FailureDetector | None) -> None:
+        """Go on in the new blocks, which are where the old ones were."""
+        self.record.zero_()
+        taken, self.errors = self.errors.taken, self._new_errors(detector)
+        self.errors.taken = taken
+        self._reader = None
+        if self.calls is not None:
+            self.calls.begin("dispatch")
 
     def plan(self, make: Callable[..., P], **kind: Any) -> P:
         """Return the launch plan ``make(self, **kind)``, made at the first call. Each number of tokens has a few kinds.

@@ -1,0 +1,55 @@
+"""Fill a new block for ranks of which some are masked: the words that masked ranks would have written.
+
+A membership change gives every rank that goes on a new block at the address of the old one, so its words begin anew.
+Nobody writes the words of a masked rank there, for which kernels wait. So each rank writes them into its own block
+once, before any peer maps it, as if the masked rank had been in all calls to come and had nothing to send:
+
+==================  ===============================================================================================
+credit              of any call: stores to it end in memory that nobody else maps, so nothing is overwritten
+counts              LL words of no call, below 0, which no wait awaits; the values are 0, but for the options, which
+                    match any others
+combine_head        of any call, with a status that takes no part in comparisons
+combine_flag        of any call: of rows that nobody writes, so they stay zero and add nothing to a sum
+control             all combines travel with flags, as a zero Lamport slot would mean "not here yet"
+==================  ===============================================================================================
+
+No kernel loads a word more for this than without masked ranks, and none has a mask among its constants or arguments: a
+captured graph, whose addresses are those of the new blocks, finds the membership where it waits.
+
+Example: of ranks 0, 1, 2 rank 1 is masked. In the block of rank 0 ``credit[:, 1]`` and ``combine_head[1]`` are 2**62.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from moelink.memory.protocol import (
+    ALWAYS_WITH_FLAGS,
+    ANY_CALL,
+    COMBINE_WITH_FLAGS,
+    NO_CALL,
+    OPTIONS_OF_NOBODY,
+    STATUS_OF_NOBODY,
+)
+from moelink.memory.workspace import Workspace
+
+_OPTIONS = 5
+"""The word of the counts' header with the options."""
+
+
+def fill_in_for(masked: Sequence[int], block: Tensor, *, workspace: Workspace) -> None:
+    """Write the words of ranks ``masked`` into ``block``, [nbytes] uint8 of zeros, which no peer has mapped yet."""
+    regions = workspace.regions
+    ranks = list(masked)
+    if not ranks:
+        return
+    parts = {name: regions[name].view(block) for name in ("credit", "counts", "combine_head", "combine_status")}
+    parts["credit"][:, ranks] = ANY_CALL
+    parts["counts"][ranks] = NO_CALL
+    parts["counts"][ranks, _OPTIONS] = NO_CALL + OPTIONS_OF_NOBODY
+    parts["combine_head"][ranks] = ANY_CALL
+    parts["combine_status"][ranks] = STATUS_OF_NOBODY
+    regions["combine_flag"].view(block)[ranks] = ANY_CALL
+    regions["control"].view(block)[COMBINE_WITH_FLAGS : COMBINE_WITH_FLAGS + 2] = ALWAYS_WITH_FLAGS
