@@ -6,7 +6,7 @@ once, before any peer maps it, as if the masked rank had been in all calls to co
 
 ==================  ===============================================================================================
 credit              of any call: stores to it end in memory that nobody else maps, so nothing is overwritten
-counts              LL words of no call, below 0, which no wait awaits; the values are 0, but for the options, which
+counts              LL words of no call, which no wait awaits; the values are 0, but for the options, which
                     match any others
 combine_head        of any call, with a status that takes no part in comparisons
 combine_flag        of any call: of rows that nobody writes, so they stay zero and add nothing to a sum
@@ -29,7 +29,7 @@ from moelink.memory.protocol import (
     ALWAYS_WITH_FLAGS,
     ANY_CALL,
     COMBINE_WITH_FLAGS,
-    NO_CALL,
+    MASKED_CALL,
     OPTIONS_OF_NOBODY,
     STATUS_OF_NOBODY,
 )
@@ -47,8 +47,8 @@ def fill_in_for(masked: Sequence[int], block: Tensor, *, workspace: Workspace) -
         return
     parts = {name: regions[name].view(block) for name in ("credit", "counts", "combine_head", "combine_status")}
     parts["credit"][:, ranks] = ANY_CALL
-    parts["counts"][ranks] = NO_CALL
-    parts["counts"][ranks, _OPTIONS] = NO_CALL + OPTIONS_OF_NOBODY
+    parts["counts"][ranks] = MASKED_CALL << 32
+    parts["counts"][ranks, _OPTIONS] = (MASKED_CALL << 32) + OPTIONS_OF_NOBODY
     parts["combine_head"][ranks] = ANY_CALL
     parts["combine_status"][ranks] = STATUS_OF_NOBODY
     regions["combine_flag"].view(block)[ranks] = ANY_CALL

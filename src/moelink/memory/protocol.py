@@ -86,8 +86,8 @@ MARKS_HEADER = 16
 
 ANY_CALL = 1 << 62
 """In the words of a masked rank (``memory.absence``): it has reached any call."""
-NO_CALL = -1 << 32
-"""A masked rank's LL word of value 0. Words of calls are not negative."""
+MASKED_CALL = -0x6D61736B
+"""In place of the call number in a masked rank's LL words. Those of calls are not negative."""
 OPTIONS_OF_NOBODY = 0x7FFFFFFF
 """In place of a masked rank's options of a dispatch."""
 STATUS_OF_NOBODY = -1

@@ -37,10 +37,11 @@ from moelink.kernels.sync.signals import (
     own_block,
     report_failure,
 )
-from moelink.memory.protocol import COUNT_HEADER, OVERFLOW, PHASE_DISPATCH
+from moelink.memory.protocol import COUNT_HEADER, MASKED_CALL, OVERFLOW, PHASE_DISPATCH
 from moelink.tracing.device.stamps import COUNTS_SEEN, WAITED, arrivals, note_reached, stamp_first
 
 _HEADER = tl.constexpr(COUNT_HEADER)
+_MASKED = tl.constexpr(MASKED_CALL)
 _OVERFLOW = tl.constexpr(OVERFLOW)
 _PHASE = tl.constexpr(PHASE_DISPATCH)
 
@@ -49,7 +50,7 @@ _PHASE = tl.constexpr(PHASE_DISPATCH)
 def _look_at_counts(ctx, source, awaited, num_local, S: tl.constexpr):
     """Poll the counts until all sources' words belong to ``call``, if they are ``awaited``, and sum them.
 
-    Words below 0 are those of masked ranks (``memory.absence``), of value 0, and are not awaited.
+    Words of masked ranks (``memory.absence``) have value 0 and are not awaited.
     Returns the same as :func:`wait_for_counts`; if several sources are missing, the first of them. Each of S.POLL_WIDTH
     elements reads a word of the headers, and the count of one local expert from each source, several of them in flight
     at a time.
@@ -76,13 +77,15 @@ def _look_at_counts(ctx, source, awaited, num_local, S: tl.constexpr):
         own = tl.zeros([S.POLL_WIDTH], tl.int32)
         word = tl.load(counts + i // _HEADER * S.COUNT_WORDS + i % _HEADER, mask=heads, other=0, volatile=True)
         note_reached(came, heads & ((word >> 32) == stamp), S.CLOCK, S.TRACE)
-        late = tl.where(heads & (word >= 0) & ((word >> 32) != stamp), S.WORLD_SIZE - i // _HEADER, 0)
+        late = tl.where(heads & ((word >> 32) != stamp) & ((word >> 32) != _MASKED), S.WORLD_SIZE - i // _HEADER, 0)
         for s0 in range(0, S.WORLD_SIZE, step):
             for j in tl.static_range(step):
                 s = s0 + j
                 mask = only(s < S.WORLD_SIZE, local)
                 word = tl.load(counts + s * S.COUNT_WORDS + _HEADER + i, mask=mask, other=0, volatile=True)
-                late = tl.maximum(late, tl.where(mask & (word >= 0) & ((word >> 32) != stamp), S.WORLD_SIZE - s, 0))
+                late = tl.maximum(
+                    late, tl.where(mask & ((word >> 32) != stamp) & ((word >> 32) != _MASKED), S.WORLD_SIZE - s, 0)
+                )
                 rows = tl.minimum(tl.maximum((word & 0xFFFFFFFF).to(tl.int32), 0), S.MAX_TOKENS * S.TOPK)
                 sizes += rows
                 before += tl.where(s < source, rows, 0)

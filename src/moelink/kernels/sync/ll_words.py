@@ -15,7 +15,10 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.sync.signals import OK, UNFINISHED, block_uniform, check_timeout, clock, looks_of
+from moelink.memory.protocol import MASKED_CALL
 from moelink.tracing.device.stamps import note_reached
+
+_MASKED = tl.constexpr(MASKED_CALL)
 
 
 @triton.jit
@@ -43,7 +46,7 @@ def wait_ll_words_above(
     TRACE: tl.constexpr = False,
 ):
     """Poll words (a block [R, N] of int64 pointers) until all under ``mask`` have ``number`` above their lower SHIFT
-    bits. With SHIFT 32 words below 0 are those of masked ranks, which are not awaited (``memory.absence``).
+    bits. With SHIFT 32 words of masked ranks are not awaited (``memory.absence``).
 
     Returns (arrived, words, missing): arrived as in ``signals.wait_all``; words and missing [R, N] of the last look.
     """
@@ -56,7 +59,7 @@ def wait_ll_words_above(
     while state == UNFINISHED:
         word = tl.load(words, mask=mask, other=0, volatile=True)
         if SHIFT == 32:
-            missing = (mask & (word >= 0) & ((word >> SHIFT) != number)).to(tl.int32)
+            missing = (mask & ((word >> 32) != number) & ((word >> 32) != _MASKED)).to(tl.int32)
         else:
             missing = (mask & ((word >> SHIFT) != number)).to(tl.int32)
         note_reached(arrivals, tl.max(missing, 1) == 0, CLOCK, TRACE)

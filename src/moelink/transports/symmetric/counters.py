@@ -29,6 +29,7 @@ from moelink.memory.protocol import (
     DISPATCH_BYTES,
     DISPATCH_RECEIVED,
     INVALID_IDS,
+    MASKED_CALL,
     OVERFLOW,
 )
 from moelink.memory.workspace import Workspace
@@ -88,8 +89,9 @@ class CounterReader:
             "combine": control[COMBINE_RECEIVED] >> CALL_SHIFT,
         }
         counts = words["counts"][:, : self._words]
-        here = counts[:, 0] >= 0  # words of masked ranks are below 0
-        calls, values = np.where(counts < 0, 0, counts >> 32 & _LL_CALL), np.where(counts < 0, 0, counts & _LL_VALUE)
+        here = counts[:, 0] >> 32 != MASKED_CALL
+        calls, values = counts >> 32 & _LL_CALL, counts & _LL_VALUE
+        calls[~here] = values[~here] = 0
         now = calls[self._me, 0]
         if (calls[here] == now).all() and now:  # else some belong to the call before; the earlier one is kept
             counted = not values[:, _ORIGIN].any()
