@@ -234,7 +234,7 @@ class Player:
     def admit(self, event: Event) -> bool:
         """``event.rank`` takes part again."""
         self.store.set(f"admit {event.step}", "1")
-        until(lambda: self.ep.applicants(self.store) == (event.rank,))
+        until(lambda: event.rank in self.ep.applicants(self.store))
         self.gathered("about to admit", list(self.ep.present))
         made = self.ep.admit([event.rank], self.store)
         assert event.rank in made.present
