@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
 from moelink.testing import run_ranks
-from tests.control import elastic_schedules
+from tests.control import elastic_ranks, elastic_schedules
 from tests.control.elastic_schedules import Schedule
 from tests.tiers import seeds
 
@@ -28,3 +31,32 @@ def test_every_schedule_ends_with_the_sums_of_the_experts_present(transport: str
         lived = play(seed, transport)
         for process, told in enumerate(lived):
             assert (told is None) == (process in schedule.mortal), (seed, schedule.events, lived)
+
+
+def run(fn: Callable[..., Any], processes: int, *args: Any, mortal: Collection[int] = ()) -> list[Any]:
+    """Run ``fn`` in processes that reach a store of this one."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_ranks(fn, processes, store.port, *args, mortal=mortal)
+
+
+def test_what_cannot_be_masked_or_admitted_is_refused_by_name() -> None:
+    assert run(elastic_ranks.bad_input, 4) == [True] * 4
+
+
+@pytest.mark.parametrize("moment", ["building", "meeting", "before"])
+def test_a_rank_that_dies_in_mask_is_named_and_masked_as_well(moment: str) -> None:
+    results = run(elastic_ranks.death_in_mask, 4, moment, mortal={0, 3})
+    assert results == [None, ("PeerLostError", 0), ("PeerLostError", 0), None]
+
+
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
+def test_a_newcomer_that_dies_in_admit_is_named_and_nothing_has_changed(transport: str) -> None:
+    results = run(elastic_ranks.death_in_admit, 5, transport, mortal={3})
+    assert results == [("PeerLostError", 1), None, ("PeerLostError", 1), None, None]
+
+
+def test_bound_calls_go_on_at_the_same_addresses() -> None:
+    first, _, last = run(elastic_ranks.bound_calls_stay, 3)
+    assert first[:2] == last[:2] == [0, 0]
+    assert first[2] == first[3]
+    assert first[2] + last[2] > 0

@@ -208,6 +208,7 @@ class PlacementMap(KeepsBuffers):
     def __init__(self, placement: Placement, *, rank: int = 0, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.rank = rank
+        self._absent: frozenset[int] = frozenset()
         most = placement.num_physical - placement.num_experts + 1
         for name, shape in (("table", (placement.num_experts, most)), ("count", (placement.num_experts,))):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.int32, device=device), persistent=False)
@@ -227,11 +228,21 @@ class PlacementMap(KeepsBuffers):
         self.placement = placement
         self.reset_buffers()
 
+    def leave_out(self, absent: Tensor) -> None:
+        """Choose replicas that are not ``absent``, [num_physical] bool, where an expert has some: after a mask or an
+        admission those that ``ep.absent_experts`` says. Tokens of other experts go where they went, and are dropped."""
+        if len(absent) != self.placement.num_physical:
+            raise ArgumentError("absent", f"one entry for each of {self.placement.num_physical}", len(absent))
+        self._absent = frozenset(place for place, is_absent in enumerate(absent.tolist()) if is_absent)
+        self.reset_buffers()
+
     def reset_buffers(self) -> None:
         """The tables of the placement in use."""
         if self.table.is_meta:
             return
-        width, replicas = self.table.shape[1], self.placement.replicas
+        width = self.table.shape[1]
+        left = ([place for place in places if place not in self._absent] for places in self.placement.replicas)
+        replicas = [there or places for there, places in zip(left, self.placement.replicas, strict=True)]
         rows = [[places[k % len(places)] for k in range(width)] for places in replicas]
         self.table.copy_(torch.tensor(rows, dtype=torch.int32, device="cpu"))
         self.count.copy_(torch.tensor([len(places) for places in replicas], dtype=torch.int32, device="cpu"))
