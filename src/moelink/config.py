@@ -171,6 +171,7 @@ class EPConfig:
         for name, choices in (
             ("layout", get_args(Layout)),
             ("mode", get_args(Mode)),
+            ("on_failure", get_args(OnFailure)),
             ("transport", get_args(TransportName)),
         ):
             if getattr(self, name) not in choices:

@@ -122,6 +122,18 @@ def test_survive_a_death() -> None:
     assert sorted(now) == [("1", "0"), ("2", "1"), ("3", "2")]
 
 
+@pytest.mark.full("control/test_elastic.py lets ranks die and come back in the quick tier")
+def test_lose_and_return() -> None:
+    said = run("lose_and_return.py")
+    lost = re.findall(r"rank (\d): lost \[1\], repeats step 4, pause \d+ ms", said)
+    back = re.findall(r"rank (\d): ranks \[0, 1, 2\] again, pause \d+ ms", said)
+    assert sorted(lost) == sorted(back) == ["0", "2"]
+    steps = re.findall(r"rank (\d), step (\d+): token \d+, (\d+)% of the router's weight", said)
+    assert sorted({int(step) for rank, step, _ in steps if rank == "1"}) == [0, 1, 2, 3, *range(7, 12)]
+    whole = {int(step) for _, step, share in steps if share == "100"}
+    assert {*range(4), *range(7, 12)} <= whole
+
+
 @pytest.mark.parametrize("ranks", [2, 0, 3])
 def test_a_port_from_max_with_a_process_per_device(ranks: int) -> None:
     said = run("port_from_max/processes.py", ranks=ranks)
