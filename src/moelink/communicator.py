@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,13 +21,12 @@ from moelink.transports.base import (
     CombineRequest,
     DispatchOptions,
     DispatchRequest,
-    FastPath,
 )
 from moelink.transports.bound import BoundDispatch
 from moelink.transports.pending import PendingSingle
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Unpack
 
 T = TypeVar("T")
 
@@ -45,11 +44,6 @@ class Communicator(Lifetime):
     raise PeerAbortedError, and the next call works. If a peer does not arrive within ``timeout``, the call raises
     PeerTimeoutError.
     """
-
-    def __init__(self, lanes: Lanes, further: Sequence[Self] = (), number: int = 0) -> None:
-        """``lanes``: first this one, whose number is ``number``; then those of ``further``."""
-        super().__init__(lanes, further, number)
-        self._fast_path: FastPath | None = self._session.fast_path()
 
     def dispatch(
         self,
@@ -172,11 +166,6 @@ class Communicator(Lifetime):
         """Start a combine and return at once; ``.wait()`` gives the result of :meth:`combine`, whose keywords this
         method takes. Until then the arguments must not change: kernels of both halves read them."""
         return self._start(CombineRequest(y, recv, topk_weights, **options))
-
-    def _changed(self) -> None:
-        ep: Communicator
-        for ep in (self, *self._further):
-            ep._fast_path = ep._session.fast_path()
 
     def _call(self, request: CallRequest, plain: bool) -> Any:
         """Make a call and return its result, by an operator under a compiler. The fast path learns of a ``plain`` one,

@@ -29,7 +29,7 @@ from moelink.ops.changes import admit, mask
 from moelink.ops.lanes import Lanes
 from moelink.tracing import Trace
 from moelink.tracing.session import tracing
-from moelink.transports.base import Traffic
+from moelink.transports.base import FastPath, Traffic
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,6 +43,7 @@ class Lifetime(OfThisProcess):
         self._lanes, self._further, self._number = lanes, tuple(further), number
         self._context = lanes.contexts[0]
         self._session = self._context.session
+        self._fast_path: FastPath | None = self._session.fast_path()
         if self.config.on_failure == "mask" and not number:
             own = weakref.WeakMethod(self._mask_failed)
             for lane in (self, *self._further):
@@ -246,7 +247,10 @@ class Lifetime(OfThisProcess):
             raise MembershipError(self.config.rank, [rank for rank in made.masked if rank not in before]) from error
 
     def _changed(self) -> None:
-        """Forget what was prepared for the ranks of before."""
+        """Forget the calls that were prepared for the ranks of before."""
+        lanes: Sequence[Lifetime] = (self, *self._further)
+        for ep in lanes:
+            ep._fast_path = ep._session.fast_path()
 
     def close(self) -> None:
         """Release everything moelink made, never the caller's process groups. A second call does nothing.

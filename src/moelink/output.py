@@ -321,7 +321,7 @@ class DispatchOutput:
         ids, absent = self.handle.topk_ids, self.handle.absent
         if absent is None:
             raise UnsupportedError(
-                "masked: expected an output of an eager call, got one of a compiled graph; look at it outside"
+                "masked: expected an output of an eager call, got one of a compiled graph; call it outside"
             )
         valid = (ids >= 0) & (ids < absent.shape[0])
         return valid & (absent[torch.where(valid, ids, 0).long()] != present)

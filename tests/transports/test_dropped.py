@@ -39,7 +39,7 @@ def test_only_one_process_with_all_ranks_cannot_lose_one() -> None:
         moelink.init_devices(
             ["cpu"] * 2, num_experts=2, topk=1, hidden_size=8, max_tokens_per_rank=1, on_failure="mask"
         )
-    with pytest.raises(moelink.ConfigError, match="on_failure: expected 'raise' or 'mask', got 'ignore'"):
+    with pytest.raises(moelink.ConfigError, match="on_failure: expected one of 'raise', 'mask', got 'ignore'"):
         moelink.init(num_experts=2, topk=1, hidden_size=8, max_tokens_per_rank=1, on_failure="ignore")
 
 
