@@ -38,8 +38,8 @@ BUILT = ("ConfigMismatchError", "ClosedError", "CapacityError", "RoutingError", 
 
 ACTIONS = (
     "admit", "allocate", "call", "change", "check", "choose", "close", "complete", "copy", "correct", "detach",
-    "download", "enlarge", "give", "init", "install", "issue", "leave", "load", "lower", "make", "move", "number", "pass", "raise",
-    "repeat", "run", "set", "start", "switch", "unset", "use", "write",
+    "download", "enlarge", "give", "init", "install", "issue", "leave", "load", "lower", "make", "move", "number",
+    "pass", "raise", "repeat", "run", "set", "start", "switch", "unset", "use", "write",
 )  # fmt: skip
 """What to do begins with one of these verbs."""
 
@@ -223,7 +223,7 @@ EXAMPLES = {
     "PeerLostError": lambda: timeout(errors.PeerLostError, got=None, detail="its process is gone", node=1),
     "UndeliveredError": lambda: errors.UndeliveredError(rank=0, peer=1, phase="dispatch", call=5, expected=5, node=1),
     "MembershipError": lambda: errors.MembershipError(0, [1]),
-    "RankMaskedError": lambda: errors.RankMaskedError(rank=1, by=0, phase="dispatch", call=5),
+    "RankMaskedError": lambda: errors.RankMaskedError(rank=0, by=1, phase="dispatch", call=5),
     "ExpiredRowsError": lambda: errors.ExpiredRowsError("recv.tokens", "a look at them before", "one after"),
     "NetworkTimeoutError": lambda: errors.NetworkTimeoutError("NVSHMEM's start", rank=0, node=0, seconds=60.0),
 }
