@@ -59,6 +59,7 @@ def bad_input(rank: int, processes: int, port: int) -> bool:
     check_round_trip(ep, rank)
     assert ep.present == (0, 1, 2)
     recv = ep.dispatch(data(rank).x, data(rank).topk_ids)
+    gathered(store, "about to mask", range(3), rank)
     if rank == 2:
         with pytest.raises(moelink.RankMaskedError, match="rank 2: this rank is masked"):
             check_round_trip(ep, rank)
@@ -152,6 +153,7 @@ def death_in_admit(rank: int, processes: int, port: int, transport: str) -> tupl
         ep.close()
         return None
     check_round_trip(ep, rank)
+    gathered(store, "about to mask", range(3), rank)
     if rank == 1:
         with pytest.raises(moelink.RankMaskedError):
             check_round_trip(ep, rank)

@@ -211,6 +211,7 @@ class Player:
 
     def mask(self, event: Event) -> bool:
         """``event.rank``, which has done nothing wrong, is masked."""
+        self.gathered("about to mask", list(self.ep.present))  # else its last calls may already be told
         if self.rank == event.rank:
             return self.be_masked()
         self.ep.mask([event.rank])

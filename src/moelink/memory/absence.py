@@ -9,12 +9,13 @@ credit              of any call: stores to it end in memory that nobody else map
 counts              LL words of no call, which no wait awaits; the values are 0, but for the options, which
                     match any others
 combine_head        of any call, with a status that takes no part in comparisons
-combine_flag        of any call: of rows that nobody writes, so they stay zero and add nothing to a sum
-control             all combines travel with flags, as a zero Lamport slot would mean "not here yet"
+control             some ranks are masked: home awaits no row of those whose combine_status says so
+                    (``kernels.combine.arrivals.awaited_slots``), and all combines travel with flags
 ==================  ===============================================================================================
 
-No kernel loads a word more for this than without masked ranks, and none has a mask among its constants or arguments: a
-captured graph, whose addresses are those of the new blocks, finds the membership where it waits.
+No kernel has a mask among its constants or arguments: a captured graph, whose addresses are those of the new blocks,
+finds the membership where it waits. Beside words that it reads in any case, combine's home role looks at one control
+word for each token, the one by which it chooses between flags and Lamport slots.
 
 Example: of ranks 0, 1, 2 rank 1 is masked. In the block of rank 0 ``credit[:, 1]`` and ``combine_head[1]`` are 2**62.
 """
@@ -51,5 +52,4 @@ def fill_in_for(masked: Sequence[int], block: Tensor, *, workspace: Workspace) -
     parts["counts"][ranks, _OPTIONS] = (MASKED_CALL << 32) + OPTIONS_OF_NOBODY
     parts["combine_head"][ranks] = ANY_CALL
     parts["combine_status"][ranks] = STATUS_OF_NOBODY
-    regions["combine_flag"].view(block)[ranks] = ANY_CALL
     regions["control"].view(block)[COMBINE_WITH_FLAGS : COMBINE_WITH_FLAGS + 2] = ALWAYS_WITH_FLAGS

@@ -13,6 +13,7 @@ import triton.language as tl
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.nodes.internode import between_nodes_or, intra_node_only
 from moelink.kernels.nodes.level_rows import wait_for_levels
+from moelink.kernels.sync.lamport_slots import some_are_masked
 from moelink.kernels.sync.signals import I64, U8, own_block, report_failure, wait_all
 from moelink.memory.protocol import PHASE_COMBINE
 from moelink.tracing.device.stamps import ARRIVED, LAST_MESSAGE, MESSAGE_SEEN, arrivals, stamp_awaited
@@ -46,12 +47,22 @@ def wait_for_all_arrivals(ctx, slots, part, parts, S: tl.constexpr):
 
 
 @triton.jit
-def awaited_slots(notes, token, brought, choices, S: tl.constexpr):
+def awaited_slots(ctx, notes, token, brought, choices, S: tl.constexpr):
     """Return a token's message slots [ranks] at the ranks whose rows come, -1 for others. ``choices``: of
     ``quiesce.wait_for_choices``."""
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     slots = tl.load(notes.slot_of + token * S.WORLD_SIZE + r, mask=r < S.WORLD_SIZE, other=-1)
-    return tl.where(choices, tl.where(brought, slots, -1), -1)
+    return present_slots(ctx, tl.where(choices, tl.where(brought, slots, -1), -1), S)
+
+
+@triton.jit
+def present_slots(ctx, slots, S: tl.constexpr):
+    """Return ``slots`` [ranks], but -1 at masked ranks, whose rows nobody writes (``memory.absence``)."""
+    if some_are_masked(ctx.control):
+        r = tl.arange(0, S.WORLD_SIZE_POW2)
+        status = (own_block(ctx.control, S) + S.OFFSET_COMBINE_STATUS).to(I64) + r
+        slots = tl.where(tl.load(status, mask=r < S.WORLD_SIZE, other=0) < 0, -1, slots)
+    return slots
 
 
 @triton.jit

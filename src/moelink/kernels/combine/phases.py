@@ -43,7 +43,7 @@ def wait_for_tokens(program, num_programs, peers, inputs, notes, numbers, S: tl.
     ok, choices = wait_for_choices(ok, (ok > 0) & brought, ctx, S)
     for token in range(program, numbers.num_tokens, num_programs):
         if ok > 0:
-            slots = awaited_slots(notes, token, brought, choices, S)
+            slots = awaited_slots(ctx, notes, token, brought, choices, S)
             ok = wait_for_rows(ctx, inputs, slots, token, Piece(0, 1, False), numbers, S)
 
 
@@ -64,7 +64,7 @@ def reduce_tokens(program, num_programs, peers, inputs, outputs, notes, numbers,
     if ok > 0:
         for i in range(program, numbers.num_tokens * parts, num_programs):
             token = i // parts
-            slots = awaited_slots(notes, token, brought, choices, S)
+            slots = awaited_slots(ctx, notes, token, brought, choices, S)
             piece = Piece(i % parts, parts, False)
             reduce_and_copy_to_output(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
     if not S.ALLREDUCE:

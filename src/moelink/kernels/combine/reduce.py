@@ -168,7 +168,7 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
     for i in range(first, items, step):
         token = i // parts
         if ok > 0:
-            slots = awaited_slots(notes, token, brought, choices, S)
+            slots = awaited_slots(ctx, notes, token, brought, choices, S)
             piece = Piece(i % parts, parts, (i + step >= items) & (not S.TWO_LEVEL))
             ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
     ok = after_relaying(ok, brought & (program == 0), ctx, _COLLECTED, _PHASE, S)

@@ -74,6 +74,12 @@ def note_refused(control, call):
 
 
 @triton.jit
+def some_are_masked(control):
+    """Return whether some ranks are masked (``memory.absence``)."""
+    return tl.load(control + _WITH_FLAGS) >= _ALWAYS
+
+
+@triton.jit
 def has_no_flags(control, num_tokens, call, S: tl.constexpr):
     """Return whether sums, if a rank sends any, go without flags to a home rank of ``num_tokens`` tokens in call
     ``call``."""
