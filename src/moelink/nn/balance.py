@@ -4,6 +4,7 @@ A :class:`Balancer` does this for the :class:`moelink.nn.MoE` layers of a model 
 
 1. *Plan.* Sum the layers' loads over the ranks, and place the experts anew (:mod:`moelink.nn.placement`). All ranks sum
    the same numbers, so all find the same placement.
+   Or clear ranks that are about to leave (:meth:`Balancer.drain`).
 2. *Move.* Between two forward passes, :meth:`Balancer.step` brings some physical experts their new weights. No rank
    receives more than ``max_bytes`` in a step, which bounds the pause. Then all ranks' layers use the new ids.
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,7 +32,7 @@ from moelink.control.exchange import all_reduce
 from moelink.errors import ArgumentError, StateError
 from moelink.lifetime import peers_of
 from moelink.nn.load import BalancedLayer
-from moelink.nn.placement import Placement, place_experts
+from moelink.nn.placement import Placement, drain_ranks, place_experts
 from moelink.nn.steps import MAX_BYTES, Route, Steps, check_max_bytes, digest, divide, owners
 
 
@@ -105,19 +106,52 @@ class Balancer(Steps[_Move]):
         Raises:
             ConfigMismatchError: ranks have other placements, or in mode "allreduce" counted other tokens.
         """
+
+        def balanced(current: Placement, load: tuple[float, ...]) -> Placement:
+            new = place_experts(load, num_physical=current.num_physical, world_size=self._world_size, current=current)
+            helps = new.imbalance(load, self._world_size) < current.imbalance(load, self._world_size)
+            return new if helps else current
+
+        return self._plan("a plan", balanced)
+
+    def drain(self, ranks: Iterable[int]) -> list[LayerBalance]:
+        """Plan to move experts away from ``ranks``, which are about to leave, so that all other ranks together hold
+        every expert.
+
+        Nothing moves yet: :meth:`step` moves, as after :meth:`plan`. Until the ranks leave they go on to compute
+        tokens of their experts, of which other ranks have copies after the last step. An unfinished plan is dropped.
+
+        Args:
+            ranks: of the communicator, the same on every rank.
+
+        Raises:
+            ArgumentError: ``ranks`` are no ranks, or all of them; or the places of the others do not suffice for every
+                expert of a layer. Nothing has changed.
+            ConfigMismatchError: ranks have other placements, or were given other ``ranks``.
+        """
+        given = list(ranks)
+        self._compare(f"a drain of ranks {given}", "balancer")
+        known = all(isinstance(rank, int) and not isinstance(rank, bool) for rank in given)
+        if not known or not 0 < len(set(given)) < self._world_size or not set(given) < set(range(self._world_size)):
+            raise ArgumentError("ranks", f"some, and not all, of the ranks in [0, {self._world_size})", given)
+        leaving = sorted(set(given))
+        return self._plan(
+            f"a drain of ranks {leaving}", lambda old, load: drain_ranks(old, load, leaving, self._world_size)
+        )
+
+    def _plan(self, what: str, place: Callable[[Placement, tuple[float, ...]], Placement]) -> list[LayerBalance]:
+        """Plan the moves to the placement that ``place`` makes of each layer's placement and load."""
         self._agree()
         loads = self._sum_loads()
         wanted, report = [], []
         for name, layer, load in zip(self._names, self._layers, loads, strict=True):
             current = _placement(layer)
-            new = place_experts(load, num_physical=current.num_physical, world_size=self._world_size, current=current)
+            new = place(current, load)
             before, after = (each.imbalance(load, self._world_size) for each in (current, new))
-            if after >= before:
-                new, after = current, before
             moves = sum(a != b for a, b in zip(current.experts, new.experts, strict=True))
             report.append(LayerBalance(name, before, after, moves, moves * expert_bytes(layer)))
             wanted.append(new)
-        self._compare(f"a plan of load {digest(loads)}", "balancer")
+        self._compare(f"{what} of load {digest(loads)}", "balancer")
         self._steps = self._divide(wanted)
         return report
 

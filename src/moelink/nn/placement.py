@@ -129,6 +129,55 @@ def place_experts(
     )
 
 
+def drain_ranks(placement: Placement, load: Sequence[float], leaving: Sequence[int], world_size: int) -> Placement:
+    """Return ``placement`` with a copy of every expert outside of the ranks ``leaving``, by few moves.
+
+    An expert that only those ranks have takes the place of a replica elsewhere, the busiest expert first, on the rank
+    with the least load. Places of the leaving ranks stay as they are: their experts are copies then.
+
+    Args:
+        placement: now.
+        load: [E], of each expert.
+        leaving: ranks, some of [0, world_size).
+        world_size: all ranks.
+
+    Raises:
+        ArgumentError: the other ranks have fewer places than there are experts.
+
+    >>> drain_ranks(Placement((0, 1, 2, 1, 0, 3)), [1, 1, 1, 1], leaving=[2], world_size=3).experts
+    (0, 3, 2, 1, 0, 3)
+    """
+    _check_load(load, placement.num_experts)
+    ranks = ExpertMap(placement.num_physical, world_size)
+    staying = [r for r in range(world_size) if r not in leaving]
+    places = {place: rank for rank in staying for place in range(ranks.first(rank), ranks.first(rank + 1))}
+    if len(places) < placement.num_experts:
+        expected = (
+            f"ranks whose absence leaves places for all {placement.num_experts} experts (make the communicator "
+            "with more experts, for replicas, or use host copies)"
+        )
+        got = f"{sorted(leaving)}, whose absence leaves {len(places)}"
+        raise ArgumentError("ranks", expected, got)
+    experts = list(placement.experts)
+    copies = Counter(experts[place] for place in places)
+    total = Counter({rank: 0.0 for rank in staying})
+    for place, rank in places.items():
+        total[rank] += load[experts[place]] / copies[experts[place]]
+    for expert in sorted(set(experts) - set(copies), key=lambda expert: (-load[expert], expert)):
+        spare = [place for place in places if copies[experts[place]] > 1]
+        place = min(
+            spare, key=lambda place: (total[places[place]] - load[experts[place]] / copies[experts[place]], place)
+        )
+        old, rank = experts[place], places[place]
+        for other in (p for p in places if experts[p] == old):
+            total[places[other]] += load[old] / (copies[old] - 1) - load[old] / copies[old]
+        total[rank] += load[expert] - load[old] / (copies[old] - 1)
+        copies[old] -= 1
+        copies[expert] = 1
+        experts[place] = expert
+    return Placement(tuple(experts))
+
+
 def _check_load(load: Sequence[float], num_experts: int) -> None:
     if not load or len(load) != num_experts:
         raise ArgumentError("load", f"a number for each of {num_experts or 1} experts", f"{len(load)} numbers")
