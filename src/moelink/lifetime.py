@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from moelink.config import EPConfig
 from moelink.control.admission import applicants
@@ -22,10 +22,12 @@ from moelink.errors import (
     ConfigMismatchError,
     MembershipError,
     PeerTimeoutError,
+    PendingError,
     StateError,
     UnsupportedError,
 )
 from moelink.ops.changes import admit, mask
+from moelink.ops.context import OperatorContext
 from moelink.ops.lanes import Lanes
 from moelink.tracing import Trace
 from moelink.tracing.session import tracing
@@ -131,6 +133,16 @@ class Lifetime(OfThisProcess):
         Raises UnsupportedError on the collective transport.
         """
         return self._session.atomic_counters()[0]
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The process group of these ranks, in their order: that of ``init``, or after :meth:`recover` moelink's own
+        connections over gloo, for exchanges between calls; None for one rank.
+
+        The latter serves this package's functions with a ``group``, and ``torch.distributed``'s on tensors of the CPU,
+        as long as the communicator lives.
+        """
+        return group_of(self._context)
 
     def recover(self, ranks: Iterable[int]) -> Self:
         """Make a new communicator over ``ranks`` of this one, the survivors, in the same processes. Collective over
@@ -297,10 +309,31 @@ def peers_of(ep: Lifetime, group: ProcessGroup | None, what: str, busy: float = 
 
     Args:
         ep: whose timeout and probe servers say how long a rank is waited for.
-        group: the process group; None for the default one.
+        group: the process group; None for that of ``ep``.
         what, busy: as in :class:`~moelink.control.exchange.Peers`.
     """
-    return Peers(group, ep.config.timeout, ep._session.detector, busy, what)
+    return Peers(group or group_of(ep._context), ep.config.timeout, ep._session.detector, busy, what)
+
+
+def group_of(context: OperatorContext) -> ProcessGroup | None:
+    """Return the process group of the ranks of a communicator. torch knows the mesh of survivors from the first call
+    on, as a group that no new_group made, and until the communicator is freed."""
+    world, known = context.world, distributed_c10d._world
+    if world.group is not None or world.control is None:
+        return world.group  # type: ignore[no-any-return]
+    mesh = world.control
+    if mesh not in known.pg_map:
+        known.pg_map[mesh] = ("gloo", world.store)
+        known.pg_backend_config[mesh] = "cpu:gloo"  # type: ignore[assignment]
+        known.pg_group_ranks[mesh] = {rank: rank for rank in range(world.world_size)}
+        weakref.finalize(context, _forget, mesh).atexit = False
+    return mesh  # type: ignore[no-any-return]
+
+
+def _forget(mesh: ProcessGroup) -> None:
+    known = distributed_c10d._world
+    for table in (known.pg_map, known.pg_backend_config, known.pg_group_ranks):
+        table.pop(mesh, None)  # type: ignore[attr-defined]
 
 
 def lanes_of(ep: Lifetime) -> Lanes:
@@ -312,6 +345,17 @@ def lanes_of(ep: Lifetime) -> Lanes:
 def require_running(ep: Lifetime) -> None:
     """Raise the error that has ended ``ep``, if one has."""
     ep._session.raise_fate()
+
+
+def require_no_pending(ep: Lifetime) -> None:
+    """Raise PendingError if a call of ``ep`` is under way, whose rows may travel over the same connections."""
+    for lane in (ep, *ep._further):
+        for phase, started in lane._session._pending.items():
+            if started.holder() is not None:
+                raise PendingError(
+                    f"{phase}: expected no pending {phase}, got one without wait(), {started.words}; call its wait() "
+                    "first"
+                )
 
 
 def end_outside_calls(ep: Lifetime, cause: PeerTimeoutError | None) -> PeerTimeoutError:

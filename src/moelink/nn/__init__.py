@@ -9,6 +9,8 @@
 ``block_quantized``  weights in fp8 and their product; ``expert_backends`` chooses a product
 ``load``             tokens per expert and rank
 ``placement``        experts on ranks, by load; ``balance`` moves them
+``survival``         experts that outlive their ranks, by ``host_copies`` and replicas
+``steps``            exchanges of weights that happen on all ranks or on none
 ``owned``            the parts of a model that one rank alone has, for DistributedDataParallel and others
 ``parallel``         gradients, router biases and state_dicts of models
 ``checkpoint``       models and optimizers for torch.distributed.checkpoint
@@ -34,6 +36,7 @@ from moelink.nn.parallel import (
 from moelink.nn.placed_experts import Experts, QuantizedExperts
 from moelink.nn.placement import Placement, place_experts
 from moelink.nn.router import Router, RouterConfig, Routing, route
+from moelink.nn.survival import RestoredExperts, refresh_host_copies, restore_experts
 from moelink.rows.dequantize import dequantized
 
 __all__ = [
@@ -49,6 +52,7 @@ __all__ = [
     "MoE",
     "Placement",
     "QuantizedExperts",
+    "RestoredExperts",
     "Router",
     "RouterConfig",
     "Routing",
@@ -67,6 +71,8 @@ __all__ = [
     "merge_state_dicts",
     "place_experts",
     "quantize_weight",
+    "refresh_host_copies",
+    "restore_experts",
     "route",
     "save_load",
     "update_router_bias",

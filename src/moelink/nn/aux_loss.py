@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moelink.control.exchange import Peers, all_reduce
-from moelink.errors import ArgumentError, ConfigError, StateError
+from moelink.errors import ArgumentError, ConfigError, StateError, UnsupportedError
 from moelink.nn.owned import Ownership
 from moelink.nn.parameters import KeepsBuffers
 from moelink.nn.router import RouterConfig, Routing
@@ -112,6 +112,20 @@ class AuxLosses(KeepsBuffers):
     def ownership(self) -> Ownership:
         """The values are of this rank's tokens."""
         return Ownership(self.rank, self.world_size)
+
+    def check_move(self, world_size: int) -> None:
+        """Raise UnsupportedError if the losses, or gradients, are of other ranks than the communicator's, which will be
+        ``world_size`` now."""
+        if world_size != self.world_size and (self.config.over == "all" or self.ranks != self.world_size):
+            raise UnsupportedError(
+                f"aux_loss: expected losses of the communicator's {self.world_size} ranks, each of its own tokens, got "
+                f"over={self.config.over!r} and {self.ranks} ranks, a group that has changed; make the layer anew"
+            )
+
+    def move(self, rank: int, world_size: int) -> None:
+        """Be ``rank`` of other ranks from now on."""
+        self.ranks = world_size if self.ranks == self.world_size else self.ranks
+        self.rank, self.world_size = rank, world_size
 
     def reset_buffers(self) -> None:
         """No losses yet, and no scale."""

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from moelink.initialize import init
 from moelink.nn.aux_loss import AuxLossConfig, AuxLosses
 from moelink.nn.expert_backends import ExpertsBackend, choose_backend
 from moelink.nn.experts import Activation, known_max_tokens, refuse_experts
+from moelink.nn.host_copies import HostCopies, keepers
 from moelink.nn.load import KIND, SCHEMA_VERSION, BalancedLayer, LoadMeter
 from moelink.nn.owned import ignored_by_ddp
 from moelink.nn.placed_experts import Experts, QuantizedExperts, refuse_gradients
@@ -63,6 +64,9 @@ class MoE(BalancedLayer):
             chooses among ``placement.num_experts``, and the communicator has ``placement.num_physical``. None: the
             router's experts are the communicator's. :class:`moelink.nn.Balancer` changes it by the load. With replicas
             for inference only.
+        host_copies: other ranks that keep each expert's weights in host memory, pinned with a CUDA device, so that the
+            expert outlives its rank: :func:`moelink.nn.refresh_host_copies` fills the copies, and
+            :func:`moelink.nn.restore_experts` gives ranks the weights of experts that they have come to own.
         device, dtype: of the parameters; default the communicator's device and ``combine_dtype``. "meta" allocates
             nothing, for loading a checkpoint with ``assign=True``.
 
@@ -73,6 +77,7 @@ class MoE(BalancedLayer):
             :func:`moelink.nn.update_router_bias`; None if the router has no correction bias.
         aux_losses: an :class:`moelink.nn.AuxLosses`, or None.
         placement: turns the router's ids into the communicator's, or None.
+        copies: host copies of other ranks' experts.
         ep: the communicator.
 
     In mode "allreduce" tokens are replicated and the result is this rank's part of the sum, as combine's is: all-reduce
@@ -108,6 +113,7 @@ class MoE(BalancedLayer):
         experts_backend: ExpertsBackend = "dequantize",
         load_steps: int = 1,
         placement: Placement | None = None,
+        host_copies: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -120,6 +126,10 @@ class MoE(BalancedLayer):
         self.ep = init(**communicator) if isinstance(communicator, Mapping) else communicator
         try:
             config = self._checked(intermediate_size, shared_expert, placement)
+            if isinstance(host_copies, bool) or host_copies not in range(config.world_size):
+                expected = f"an integer in [0, {config.world_size}), as only other ranks keep copies"
+                raise ConfigError("host_copies", expected, host_copies)
+            self.copies = HostCopies(host_copies)
             device, dtype = device or self.ep.device, dtype or config.combine_dtype
             if config.batch_invariant:
                 router = dataclasses.replace(router or RouterConfig(), batch_invariant=True)
@@ -210,8 +220,34 @@ class MoE(BalancedLayer):
         if choice.backend != "dequantize":
             self.experts = self.experts.quantized(choice.backend)
 
+    @property
+    def host_copy_bytes(self) -> int:
+        """Bytes of host memory that copies of other ranks' experts take here from the first refresh on."""
+        config = self.ep.config
+        kept = keepers(self.experts.placement, config.world_size, self.copies.count)
+        return sum(rank == config.rank for _, _, rank in kept) * self.experts.expert_bytes
+
+    def use_communicator(self, ep: Communicator, placement: Placement, weights: Sequence[Tensor]) -> None:
+        """Go on as a rank of ``ep``, whose experts are placed so, with the weights of this rank's experts, in the order
+        of ``experts.stacked``. :func:`moelink.nn.restore_experts` calls it; nothing is checked here."""
+        config = ep.config
+        if self.aux_losses is not None:
+            self.aux_losses.move(config.rank, config.world_size)
+        placed_anew = placement != self.experts.placement
+        self.ep = ep
+        self.experts.take(config, placement, weights)
+        if self.placement is not None:
+            self.placement.rank = 0 if config.mode == "allreduce" else config.rank
+            self.placement.set(placement)
+        for meter in (self.load, self.router_load):
+            if meter is not None:
+                meter.rank, meter.world_size = config.rank, config.world_size
+        if placed_anew and self.load is not None:
+            self.load.reset()
+
     def extra_repr(self) -> str:
-        return f"experts_backend={self.experts_backend!r}"
+        copies = f", host_copies={self.copies.count} of {self.host_copy_bytes} bytes here" if self.copies.count else ""
+        return f"experts_backend={self.experts_backend!r}{copies}"
 
     def _checked(
         self, intermediate_size: int, shared_expert: torch.nn.Module | None, placement: Placement | None

@@ -5,6 +5,7 @@ Legend: ``R`` rows, ``H`` hidden_size, ``I`` intermediate_size, ``G`` groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,25 @@ class PlacedExperts(torch.nn.Module):
         """The experts here, as functions on whole models ask for them (:mod:`moelink.nn.owned`)."""
         placed = self.placement.experts
         return Ownership.of(*self.ranks, self.first, self.num_local_experts, placed, self.num_shared)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The stacked tensors, in the order of ``stacked``."""
+        return [getattr(self, name).detach() for name in self.stacked]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's weights."""
+        return sum(tensor[0].nbytes for tensor in self.weights)
+
+    def take(self, config: EPConfig, placement: Placement, weights: Sequence[Tensor]) -> None:
+        """Hold ``weights``, in the order of ``stacked``, as the rank of ``config``. Parameters stay the same objects,
+        without gradients."""
+        for name, tensor in zip(self.stacked, weights, strict=True):
+            old = getattr(self, name)
+            old.data, old.grad = tensor, None
+        self.ranks, self.placement = (config.rank, config.world_size), placement
+        self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
 
     def extra_repr(self) -> str:
         groups, hidden, inner = self.down_proj.shape

@@ -160,7 +160,7 @@ def drain_ranks(placement: Placement, load: Sequence[float], leaving: Sequence[i
         raise ArgumentError("ranks", expected, got)
     experts = list(placement.experts)
     copies = Counter(experts[place] for place in places)
-    total = Counter({rank: 0.0 for rank in staying})
+    total = dict.fromkeys(staying, 0.0)
     for place, rank in places.items():
         total[rank] += load[experts[place]] / copies[experts[place]]
     for expert in sorted(set(experts) - set(copies), key=lambda expert: (-load[expert], expert)):

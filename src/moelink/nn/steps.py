@@ -204,6 +204,16 @@ class Steps(Generic[M]):
         except PeerTimeoutError as error:
             raise (self._end(error) or error) from error
 
+    def _all(self, act: Callable[[], T]) -> T:
+        """Return the result of ``act``, which changes nothing that a model uses, once it has succeeded on all ranks.
+
+        Raises its error on the rank where it did not, and PeerAbortedError on the others.
+        """
+        result, problem = self._ask(lambda: self._vote(act))
+        if problem is not None:
+            raise problem
+        return result
+
     def _gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of every rank."""
         return [value] if self._world_size == 1 else self._ask(lambda: gather_values(value, self._peers))
