@@ -1,0 +1,151 @@
+"""Ranks whose experts outlive a rank that is killed; and the layers on one rank, which have all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import moelink
+from moelink.nn import Balancer, MoE, Placement, refresh_host_copies, restore_experts
+from tests.support.fault_ranks import EXPIRY, die
+from tests.support.patience import gather, hurry, is_gone, join, until
+
+EXPERTS, HIDDEN, INNER, TOKENS = 5, 128, 128, 6
+SIZES = {"num_experts": EXPERTS, "topk": 2, "hidden_size": HIDDEN, "max_tokens_per_rank": TOKENS}
+KINDS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp32": {"dispatch_format": "fp32", "combine_dtype": torch.float32},
+    "fused shared expert": {"fused_shared_expert": True},
+    "quantised": {"dispatch_format": "fp8_block128", "experts_backend": "torch"},
+}
+
+
+def model_of(ep: moelink.Communicator, kind: str, seed: int = 1, **options: Any) -> torch.nn.ModuleDict:
+    """Two layers over one communicator."""
+    new = {"intermediate_size": INNER, "experts_backend": KINDS[kind].get("experts_backend", "dequantize"), **options}
+    return torch.nn.ModuleDict({"a": MoE(ep, seed=seed, **new), "b": MoE(ep, seed=seed + 1, **new)})
+
+
+def sizes_of(kind: str, **more: Any) -> dict[str, Any]:
+    """Arguments of init; the bits of a token do not depend on the ranks of its experts."""
+    sizes = {**SIZES, **KINDS[kind], "pre_reduce": False, **more}
+    sizes.pop("experts_backend", None)
+    return sizes
+
+
+def tokens(rank: int) -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+
+@torch.no_grad()
+def whole(kind: str) -> list[torch.Tensor]:
+    """The weights of all experts, and of the shared one, by one rank."""
+    with moelink.init(**sizes_of(kind), device="cpu") as ep:
+        return [t.clone() for layer in model_of(ep, kind).values() for t in layer.experts.weights]
+
+
+def _weights(model: torch.nn.ModuleDict) -> list[torch.Tensor]:
+    return [t.clone() for layer in model.values() for t in layer.experts.weights]
+
+
+@torch.no_grad()
+def survive(rank: int, world_size: int, kind: str, transport: str, folder: str, victims: tuple[int, ...]) -> Any:
+    """The ranks ``victims`` are killed, one after the other; the others recover, restore and go on."""
+    ep = join(**sizes_of(kind, transport=transport), device="cpu")
+    model, alive = model_of(ep, kind, host_copies=1), list(range(world_size))
+    before = [layer(tokens(rank)) for layer in model.values()]
+    said: list[Any] = []
+    for victim in victims:
+        kept = refresh_host_copies(model, max_bytes=200_000)
+        assert kept == sum(layer.host_copy_bytes for layer in model.values())
+        gather(folder, f"before {victim}", rank, alive)
+        if rank == victim:
+            die()
+        until(lambda: is_gone(ep, alive.index(victim)))  # noqa: B023
+        hurry(ep, EXPIRY[transport])
+        with pytest.raises(moelink.PeerLostError):
+            model["a"](tokens(rank))
+        ep = ep.recover([number for number, old in enumerate(alive) if old != victim])
+        alive.remove(victim)
+        report = restore_experts(model, ep, max_bytes=200_000)
+        after = [layer(tokens(rank)) for layer in model.values()]
+        said.append((report, kept, [torch.equal(a, b) for a, b in zip(after, before, strict=True)], repr(model["a"])))
+    return said, alive.index(rank), _weights(model)
+
+
+@torch.no_grad()
+def replicas_alone(rank: int, world_size: int, folder: str) -> Any:
+    """Without host copies: of three ranks that drain the last one, it dies; then the next one, whose expert is lost."""
+    ep = join(**sizes_of("bf16", num_experts=8), device="cpu")
+    model = model_of(ep, "bf16", placement=Placement((0, 1, 2, 0, 1, 3, 3, 4)))
+    before = [layer(tokens(rank)) for layer in model.values()]
+    balancer = Balancer(model)
+    balancer.drain([2])
+    while balancer.steps_left:
+        balancer.step()
+    gather(folder, "drained", rank, range(3))
+    if rank == 2:
+        die()
+    until(lambda: is_gone(ep, 2))
+    ep = ep.recover([0, 1])
+    reports = restore_experts(model, ep)
+    right = [torch.equal(layer(tokens(rank)), old) for layer, old in zip(model.values(), before, strict=True)]
+    Balancer(model).run()  # over the survivors' own connections
+    right += [torch.equal(layer(tokens(rank)), old) for layer, old in zip(model.values(), before, strict=True)]
+    placed, weights, old = model["a"].experts.placement.experts, _weights(model), ep
+    gather(folder, "balanced", rank, range(2))
+    if rank == 1:
+        die()
+    until(lambda: is_gone(ep, 1))  # noqa: B023
+    ep = ep.recover([0])
+    with pytest.raises(moelink.StateError) as told:
+        restore_experts(model, ep)
+    assert model["a"].ep is old
+    assert all(torch.equal(a, b) for a, b in zip(_weights(model), weights, strict=True))
+    partly = restore_experts(model, ep, allow_missing=True)
+    nan = [int(t.float().isnan().flatten(1).all(1).sum()) for t in model["a"].experts.weights]
+    return reports, right, placed, str(told.value), partly, nan
+
+
+@torch.no_grad()
+def admitted(rank: int, world_size: int) -> Any:
+    """Rank 1 is a new process, whose experts hold nothing: it gets them from host copies and replicas, in place."""
+    options = {"placement": Placement((0, 1, 2, 3, 4, 0)), "host_copies": 1}
+    with moelink.init(**sizes_of("bf16", num_experts=6), device="cpu") as ep:
+        model = model_of(ep, "bf16", **options)
+        refresh_host_copies(model)
+        weights = _weights(model)
+        before = [layer(tokens(rank)) for layer in model.values()]
+        if rank == 1:
+            router = model.state_dict()
+            model = model_of(ep, "bf16", 7, **{**options, "placement": Placement((4, 3, 2, 1, 0, 0))})
+            model.load_state_dict({k: v for k, v in router.items() if "router" in k}, strict=False)
+        addresses = [t.data_ptr() for layer in model.values() for t in layer.experts.weights]
+        report = restore_experts(model, ep, empty=rank == 1)
+        assert addresses == [t.data_ptr() for layer in model.values() for t in layer.experts.weights]
+        assert all(torch.equal(a, b) for a, b in zip(_weights(model), weights, strict=True))
+        assert all(torch.equal(layer(tokens(rank)), old) for layer, old in zip(model.values(), before, strict=True))
+        assert model["a"].placement.placement.experts == (0, 1, 2, 3, 4, 0)
+        return report
+
+
+def trained(rank: int, world_size: int, folder: str) -> Any:
+    """Gradients after a death: complete of this rank's experts, and the router's summed over the survivors' group."""
+    ep = join(**sizes_of("fp32"), device="cpu")
+    layer = MoE(ep, intermediate_size=INNER, seed=1, host_copies=1)
+    refresh_host_copies(layer)
+    gather(folder, "ready", rank, range(3))
+    if rank == 0:
+        die()
+    until(lambda: is_gone(ep, 0))
+    ep = ep.recover([1, 2])
+    restore_experts(layer, ep)
+    gradients(layer, tokens(rank))
+    moelink.nn.all_reduce_gradients(layer, group=ep.group)
+    return layer.experts.first, layer.experts.down_proj.grad, layer.router.weight.grad
+
+
+def gradients(layer: MoE, x: torch.Tensor) -> None:
+    layer(x.float()).square().sum().backward()
