@@ -69,6 +69,8 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
     dispatcher.get_moe_a2a_backend = lambda: state["backend"]
     dispatcher.get_is_extend_in_batch = lambda: state["extend"]
     dispatcher.get_parallel = lambda: SimpleNamespace(tp_group=SimpleNamespace(device_group=group))
+    elastic = SimpleNamespace(elastic_ep_backend=None, enable_elastic_expert_backup=False)
+    dispatcher.get_exec = lambda: SimpleNamespace(moe=elastic)
     dispatcher.envs = SimpleNamespace(
         SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK=SimpleNamespace(get=lambda: TOKENS)
     )
@@ -119,6 +121,9 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
     state["backend"] = MoeA2ABackend.DEEPEP
     refused("backend", lambda: layer.create_moe_dispatcher(config, plain))
     state["backend"] = MoeA2ABackend.DEEPEP_V2
+    elastic.elastic_ep_backend = "nixl"
+    refused("elastic", lambda: layer.create_moe_dispatcher(config, plain))
+    elastic.elastic_ep_backend = None
     refused("settings", lambda: dispatcher.make(config, plain, Settings(timeout=30.0 + rank)))
     results["said"] = said
     close()

@@ -14,7 +14,14 @@ from moelink.errors import UnsupportedError
 from moelink.integrations import versions
 from moelink.integrations.settings import Settings
 from moelink.integrations.sglang import plugin
-from moelink.integrations.sglang.settings import ends_of, expected_rows, format_of, init_arguments, scales_of
+from moelink.integrations.sglang.settings import (
+    ends_of,
+    expected_rows,
+    format_of,
+    init_arguments,
+    refuse_elastic,
+    scales_of,
+)
 from moelink.testing import run_ranks
 from tests.integrations.sglang import sglang_ranks as ranks
 
@@ -59,6 +66,22 @@ def test_how_rows_travel() -> None:
 def test_options_are_refused_by_name(activations: torch.dtype, change: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{named}.*unset MOELINK_SGLANG"):
         format_of(activations, **{**FITS, **change})
+
+
+@pytest.mark.quick("no time, and each is another option")
+@pytest.mark.parametrize(
+    ("backend", "backup", "named"),
+    [
+        ("mooncake", False, "--elastic-ep-backend: expected none.*got mooncake.*--enable-eplb and"),
+        ("nixl", True, "--elastic-ep-backend: expected none.*got nixl"),
+        (None, True, "--enable-elastic-expert-backup: expected it off.*leave it out"),
+    ],
+)
+def test_elastic_expert_parallelism_is_refused_by_name(backend: str | None, backup: bool, named: str) -> None:
+    refuse_elastic(None, False)
+    refuse_elastic("none", False)
+    with pytest.raises(UnsupportedError, match=f"{named}.*unset MOELINK_SGLANG"):
+        refuse_elastic(backend, backup)
 
 
 @pytest.mark.parametrize("dispatch_format", ["bf16", "fp8_block128", "fp8_block128_e8m0"])
@@ -126,6 +149,7 @@ def test_what_a_layer_refuses(by_rank: list[dict[Any, Any]]) -> None:
         assert "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK" in said["too many"]
         assert "--quantization" in said["mxfp8"]
         assert "--moe-a2a-backend" in said["backend"]
+        assert "--elastic-ep-backend: expected none" in said["elastic"]
         assert "timeout: expected the same value on every rank" in said["settings"]
         assert all(f"rank {rank}" in said["settings"] for rank in range(len(by_rank)))
 

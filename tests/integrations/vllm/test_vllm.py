@@ -109,8 +109,8 @@ FITS = Parallelism(backend="allgather_reducescatter", spread=True)
         ({"spread": False}, "--enable-expert-parallel, --data-parallel-size"),
         ({"monolithic": True}, "--moe-backend.*choose triton"),
         ({"lora": True}, "--enable-lora.*merge the adapter"),
-        ({"elastic": True}, "--enable-elastic-ep"),
-        ({"fault_tolerance": True}, "--enable-fault-tolerance"),
+        ({"elastic": True}, "--enable-elastic-ep: expected it off, as .*, got it on; leave it out .*--enable-eplb"),
+        ({"fault_tolerance": True}, "--enable-fault-tolerance: expected it off, as .*start anew"),
     ],
 )
 def test_options_are_refused_by_name(change: dict[str, object], named: str) -> None:

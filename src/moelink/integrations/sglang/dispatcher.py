@@ -15,7 +15,7 @@ from sglang.srt.layers.moe.fused_moe_triton import layer  # noqa: E402
 from sglang.srt.layers.moe.token_dispatcher.base import BaseDispatcher, CombineInputFormat  # noqa: E402
 from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2DispatchOutput  # noqa: E402
 from sglang.srt.layers.moe.utils import get_deepep_v2_fp8_scale_format, get_moe_a2a_backend  # noqa: E402
-from sglang.srt.runtime_context import get_parallel  # noqa: E402
+from sglang.srt.runtime_context import get_exec, get_parallel  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import moelink  # noqa: E402
@@ -27,6 +27,7 @@ from moelink.integrations.sglang.settings import (  # noqa: E402
     expected_rows,
     format_of,
     init_arguments,
+    refuse_elastic,
     scales_of,
 )
 
@@ -42,6 +43,8 @@ def make(config: Any, quant_method: Any, settings: Settings) -> MoelinkDispatche
     Raises:
         UnsupportedError: SGLang was started in a way that moelink does not support; it names the option.
     """
+    asked = get_exec().moe
+    refuse_elastic(asked.elastic_ep_backend, asked.enable_elastic_expert_backup)
     fp8 = layer._deepep_v2_experts_are_fp8(quant_method)
     dispatch_format = format_of(
         config.params_dtype,

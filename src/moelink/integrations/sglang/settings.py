@@ -22,6 +22,30 @@ ALIGNMENT = 128
 """Rows of an expert are padded to a multiple of it, which SGLang's grouped products demand."""
 
 
+def refuse_elastic(backend: str | None, backup: bool) -> None:
+    """Refuse elastic expert parallelism, whose other options SGLang takes with ``--elastic-ep-backend`` alone.
+
+    Args:
+        backend: ``--elastic-ep-backend``.
+        backup: ``--enable-elastic-expert-backup``.
+
+    Raises:
+        UnsupportedError: one of them is on; it names the option and the alternative.
+    """
+    off = f"or unset {SGLANG.name}"
+    if backend not in (None, "none"):
+        raise UnsupportedError(
+            "--elastic-ep-backend: expected none, as SGLang masks and admits ranks in its dispatchers for mooncake and "
+            f"nixl alone, got {backend}; leave out all --elastic-ep- options and --max-ep-size (restart with another "
+            f"--tp-size, or replicate experts by --enable-eplb and --ep-num-redundant-experts, which are served), {off}"
+        )
+    if backup:
+        raise UnsupportedError(
+            "--enable-elastic-expert-backup: expected it off, as SGLang restores experts from it with "
+            f"--elastic-ep-backend alone, got it on; leave it out, {off}"
+        )
+
+
 def format_of(activations: torch.dtype, *, backend: str, fp8: bool, e8m0: bool, block: int) -> str:
     """Return the format in which rows travel to the experts of a layer.
 

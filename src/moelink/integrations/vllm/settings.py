@@ -74,14 +74,22 @@ def refuse(asked: Parallelism) -> None:
             "--moe-backend: expected experts that take topk_ids, got monolithic ones, which route tokens themselves; "
             f"choose triton, deep_gemm or cutlass, {off}"
         )
-    for on, option, instead in (
-        (asked.lora, "--enable-lora", "merge the adapter into the checkpoint"),
-        (asked.elastic, "--enable-elastic-ep", "restart with the new number of ranks"),
-        (asked.fault_tolerance, "--enable-fault-tolerance", "start anew after a fault"),
-    ):
+    for on, option, why, instead in (
+        (
+            asked.lora, "--enable-lora", "adapters compute inside of vLLM's experts",
+            "merge the adapter into the checkpoint",
+        ),
+        (
+            asked.elastic, "--enable-elastic-ep", "vLLM scales over groups that torch.distributed does not know",
+            "restart with another --data-parallel-size, or replicate experts by --enable-eplb, which is served",
+        ),
+        (
+            asked.fault_tolerance, "--enable-fault-tolerance", "vLLM masks ranks in its own backends alone",
+            "start anew after a fault",
+        ),
+    ):  # fmt: skip
         if on:
-            raise UnsupportedError(f"{option}: expected it off, as moelink's communicators are fixed, got "
-                                   f"it on; leave it out ({instead}), {off}")  # fmt: skip
+            raise UnsupportedError(f"{option}: expected it off, as {why}, got it on; leave it out ({instead}), {off}")
 
 
 @dataclass(frozen=True)
