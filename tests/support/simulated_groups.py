@@ -348,7 +348,7 @@ class Ranks:
             identity, server = f"lane {number}", lane.addresses[rank].probe_server
             detector = FailureDetector(rank=rank, probe_server=server, addresses=lane.addresses)  # type: ignore[arg-type]
             group = lane.group.members[rank]
-            world = World(rank, self.world, control=group, data=group)
+            world = World(rank, self.world, control=group, data=group, group=self.group.members[rank])  # type: ignore[arg-type]
             own = config if number == 0 else dataclasses.replace(config, lanes=1)
             wire = GroupWire(world, device=device, identity=identity, timeout=TIMEOUT, detector=detector)
             transport = CollectiveTransport([own], wire, identity=identity)

@@ -25,11 +25,14 @@ class HostCopies:
 
     Attributes:
         refreshed: by expert, the number of the refresh whose weights its copy has.
+        former: by expert, weights that this rank had on its device before a restoration of which it does not know that
+            it ended on all ranks.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.refreshed: dict[int, int] = {}
+        self.former: dict[int, list[Tensor]] = {}
         self._weights: dict[int, list[Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostCopies:

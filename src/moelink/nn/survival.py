@@ -8,10 +8,11 @@
    the newest host copy. An expert without a source is named on every rank, and nothing has changed.
 2. *Move*, layer by layer, in steps that happen on all ranks or on none (:mod:`moelink.nn.steps`). New weights have
    memory of their own until all of the layer are there; so a layer takes twice its memory, but no two layers at a time.
-3. *Use* the communicator and the new weights.
+3. *Use* the communicator and the new weights. The old ones are freed after one more exchange. A rank that takes part
+   in it has passed the last vote, so it has its new weights: no rank frees weights that another one still waits for.
 
 If a rank dies meanwhile, some layers use the new communicator and some the old one. Recovering, and restoring, again
-works: ranks look anew at the weights that they hold.
+works: ranks look anew at the weights that they hold, those not yet freed among them.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class _Refresh(Steps[_Copy]):
             layer = self._named[move.layer][1]
             like = [tensor[0] for tensor in layer.experts.weights]
             yield Route(
-                move, move.source, move.keeper, partial(_held, layer.experts, move.expert),
+                move, move.source, move.keeper, partial(_held, layer, move.expert),
                 partial(layer.copies.room, move.expert, like),
             )  # fmt: skip
 
@@ -285,7 +286,7 @@ class _Restore(Steps[_Fill]):
 
     def _look(self, layer: MoE) -> dict[str, Any]:
         """Return the weights that this rank has of ``layer``."""
-        experts = [] if self._empty else _experts_of(layer.experts)
+        experts = [] if self._empty else sorted({*_experts_of(layer.experts), *layer.copies.former})
         refreshed = [[expert, number] for expert, number in layer.copies.refreshed.items()]
         return {"experts": experts, "copies": refreshed, "placement": list(layer.experts.placement.experts)}
 
@@ -339,8 +340,11 @@ class _Restore(Steps[_Fill]):
         self._new = self._all(partial(self._begin, placement, fills))
         for step in divide(((fill, {fill.target: size}) for fill in travel), self._max_bytes):
             self._make(step)
+        if self._new[0].data_ptr() != layer.experts.weights[0].data_ptr():
+            layer.copies.former |= {expert: _held(layer, expert) for expert in self._look(layer)["experts"]}
         layer.use_communicator(self._ep, placement, self._new)
-        self._new = []
+        self._gather(None)
+        layer.copies.former, self._new = {}, []
         copied = sum(fill.copied for fill in fills)
         moved = sum(not fill.copied for fill in travel)
         return RestoredExperts(
@@ -371,7 +375,7 @@ class _Restore(Steps[_Fill]):
     def _sent(self, fill: _Fill) -> list[Tensor]:
         """Return the weights of the expert that this rank has."""
         layer = self._layer
-        return layer.copies.weights(fill.expert) if fill.copied else _held(layer.experts, fill.expert, fill.group)
+        return layer.copies.weights(fill.expert) if fill.copied else _held(layer, fill.expert, fill.group)
 
     def _routes(self, moves: Sequence[_Fill]) -> Iterator[Route[_Fill]]:
         for fill in moves:
@@ -387,15 +391,12 @@ def _experts_of(experts: PlacedExperts) -> list[int]:
     return [*[_SHARED] * experts.num_shared, *experts.ownership.experts]
 
 
-def _group_of(experts: PlacedExperts, expert: int, wanted: int = -1) -> int:
-    """Return the group of ``expert`` here, ``wanted`` if it holds the expert."""
-    held = _experts_of(experts)
-    return wanted if 0 <= wanted < len(held) and held[wanted] == expert else held.index(expert)
-
-
-def _held(experts: PlacedExperts, expert: int, wanted: int = -1) -> list[Tensor]:
-    """Return the weights of ``expert``, which this rank holds."""
-    return _rows(experts.weights, _group_of(experts, expert, wanted))
+def _held(layer: MoE, expert: int, wanted: int = -1) -> list[Tensor]:
+    """Return the weights of ``expert``, which this rank holds, from group ``wanted`` if that holds it."""
+    held = _experts_of(layer.experts)
+    if expert not in held:
+        return layer.copies.former[expert]
+    return _rows(layer.experts.weights, wanted if held[wanted : wanted + 1] == [expert] else held.index(expert))
 
 
 def _kind(tensor: Tensor) -> dict[str, Any]:
