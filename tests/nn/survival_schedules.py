@@ -23,6 +23,8 @@ from tests.support.simulated_groups import Fault, OddError, Rank, Ranks
 
 HIDDEN, INNER, SPAN = 8, 4, 60
 NEVER = Fault("killed", 0, 10**6, 0.0)
+FOUR_RANKS = 2
+"""A seed of :func:`begin` with four ranks and a host copy of each expert."""
 Weights = dict[int, list[torch.Tensor]]
 """By expert."""
 
@@ -33,16 +35,20 @@ class Schedule:
 
     Attributes:
         models: by rank that is alive, in the order of ranks.
+        given: faults that happen in place of drawn ones.
         seen: what happened, for the test's counts.
     """
 
     choice: random.Random
     fields: dict[str, Any]
     models: list[torch.nn.ModuleDict] = field(default_factory=list)
+    given: list[Fault] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
 
     def fault(self) -> Fault:
         """Draw what hits one of the ranks that are alive, or nothing."""
+        if self.given:
+            return self.given.pop(0)
         kind = self.choice.choice(("nothing", "killed", "killed", "raises"))
         if kind == "nothing":
             return NEVER
@@ -223,6 +229,42 @@ def _same(now: list[tuple[Any, ...]], old: list[tuple[Any, ...]]) -> bool:
         a[:3] == b[:3] and all(torch.equal(x, y) for x, y in zip(a[3], b[3], strict=True))
         for a, b in zip(now, old, strict=True)
     )
+
+
+@torch.no_grad()
+def run_at(place: int, victim: int = 2) -> bool:
+    """Of four ranks the last dies, then one of the others at a place of the restoration; the last two restore. Returns
+    whether the place was reached."""
+    schedule = begin(FOUR_RANKS)
+    assert len(schedule.models) == 4
+    assert schedule.models[0]["a"].copies.count == 1
+    del schedule.models[3]
+    schedule.given = [Fault("killed", victim, place, 0.0), NEVER]
+    restore(schedule)
+    if schedule.seen["killed"]:
+        restore(schedule)
+    return bool(schedule.seen["killed"])
+
+
+@torch.no_grad()
+def newer_copy(which: Callable[[list[int]], int]) -> None:
+    """Of two copies of an expert, one was refreshed once more when the expert's rank died."""
+    schedule = next(s for s in map(begin, range(100)) if s.models[0]["a"].copies.count == 2 and len(s.models) == 4)
+    schedule.given = [NEVER]
+    layers = [model["a"] for model in schedule.models]
+    expert = next(e for e in layers[0].copies.refreshed if sum(e in layer.copies.refreshed for layer in layers) == 2)
+    owner = next(rank for rank, layer in enumerate(layers) if expert in _experts(layer))
+    newer = which([rank for rank, layer in enumerate(layers) if expert in layer.copies.refreshed])
+    layers[newer].copies.refreshed[expert] = 2
+    for tensor in layers[newer].copies.weights(expert):
+        tensor.fill_(7)
+    others = [rank for rank, layer in enumerate(layers) if expert in _experts(layer)]
+    assert others == [owner], "no replica"
+    del schedule.models[owner]
+    restore(schedule)
+    assert schedule.seen["restored"] == 3
+    holder = next(model["a"] for model in schedule.models if expert in _experts(model["a"]))
+    assert all(bool((tensor == 7).all()) for tensor in _held(holder)[expert])
 
 
 @torch.no_grad()
