@@ -20,8 +20,8 @@ from tests.nn.survival_ranks import EXPERTS, INNER, SIZES, tokens, whole
 @pytest.mark.parametrize(
     "kind, transport, victims",
     [
-        ("bf16", "collective", (0, 2)),
         ("quantised", "collective", (1,)),
+        ("bf16", "collective", (0, 2)),
         ("fused shared expert", "symmetric", (2,)),
         ("fp32", "symmetric", (0,)),
     ],

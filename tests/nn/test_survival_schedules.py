@@ -11,7 +11,7 @@ from tests.nn.survival_schedules import newer_copy, run, run_at
 from tests.tiers import seeds
 
 
-@seeds(16, 400)
+@seeds(10, 400)
 def test_restored_experts_are_those_that_somebody_had(seeds: Any) -> None:
     seen: Counter[str] = Counter()
     for seed in seeds:
