@@ -279,7 +279,7 @@ class _Restore(Steps[_Fill]):
             if not plain or experts.gate_up_proj.is_meta:
                 raise UnsupportedError(
                     f"{name}: expected experts with weights of their own, got {type(experts).__name__} with adapters, "
-                    "parametrisations or without values; remove them, or load the layer from a checkpoint"
+                    "parametrisations or without values; load a layer without them from a checkpoint"
                 )
             if layer.aux_losses is not None:
                 layer.aux_losses.check_move(new.world_size)
