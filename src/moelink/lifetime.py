@@ -311,7 +311,15 @@ def peers_of(ep: Lifetime, group: ProcessGroup | None, what: str, busy: float = 
         ep: whose timeout and probe servers say how long a rank is waited for.
         group: the process group; None for that of ``ep``.
         what, busy: as in :class:`~moelink.control.exchange.Peers`.
+
+    Raises:
+        StateError: some ranks are masked.
     """
+    if ep._session.masked:
+        raise StateError(
+            f"{what}: expected all ranks of the communicator present, got ranks {list(ep._session.masked)} masked; "
+            "admit them, or call recover with the others, first"
+        )
     return Peers(group or group_of(ep._context), ep.config.timeout, ep._session.detector, busy, what)
 
 
