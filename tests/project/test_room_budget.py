@@ -18,26 +18,26 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 3668,
+    ".": 3970,
     "formats": 1293,
     "reference": 899,
-    "memory": 1737,
+    "memory": 1925,
     "memory/nodes": 854,
-    "control": 3433,
+    "control": 3811,
     "kernels": 705,
-    "kernels/combine": 1213,
-    "kernels/dispatch": 3136,
+    "kernels/combine": 1225,
+    "kernels/dispatch": 3148,
     "kernels/launch": 1637,
     "kernels/nodes": 1182,
-    "kernels/sync": 1286,
+    "kernels/sync": 1312,
     "rows": 1887,
-    "transports": 1664,
-    "transports/collective": 1768,
-    "transports/symmetric": 2091,
+    "transports": 1788,
+    "transports/collective": 1820,
+    "transports/symmetric": 2146,
     "contract": 2422,
-    "ops": 1569,
-    "nn": 3655,
-    "integrations": 4358,
+    "ops": 1725,
+    "nn": 4440,
+    "integrations": 4393,
     "tracing": 535,
     "tracing/device": 524,
     "tools": 366,
@@ -49,7 +49,7 @@ BUDGET = {
     "tools/trace": 234,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 9244, "layer": 1363, "frameworks": 1008}
+BUDGET_OF_BENCH = {".": 9244, "layer": 1621, "frameworks": 1009}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""
