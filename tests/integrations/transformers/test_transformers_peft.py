@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,12 @@ def on_ranks(rank: int, world_size: int, family: str, folder: str) -> dict[str, 
         with torch.no_grad():
             found["again"] = model(input_ids=ids).logits
         adapted.load_pretrained(f"{out}/trained")
-        for name, save in (("peft", model.save_pretrained), ("model", parallel.save_pretrained)):
+        saves = {
+            "peft": model.save_pretrained,
+            "pickled": partial(model.save_pretrained, safe_serialization=False),
+            "model": parallel.save_pretrained,
+        }
+        for name, save in saves.items():
             try:
                 save(f"{out}/refused-{rank}")
             except moelink.UnsupportedError as error:
@@ -133,7 +139,8 @@ def test_adapters_train_save_load_and_merge_as_unsharded(family: str, world_size
             assert torch.allclose(got, want, rtol=1e-3, atol=1e-4 * float(whole.abs().max())), name
             assert got.abs().max() > 0, name
         assert "adapters attached to it" in found["model"]
-        assert world_size == 1 or "save_pretrained of the ParallelModel that with_adapters returns" in found["peft"]
+        for name in ("peft", "pickled"):
+            assert world_size == 1 or "save_pretrained of the ParallelModel that with_adapters returns" in found[name]
 
     one_step(model)
     with torch.no_grad():
@@ -169,6 +176,8 @@ def new_and_refused(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     refused("biases", "gpt_oss", biases)
     refused("dropout", "mixtral", config_of("mixtral", lora_dropout=0.1))
     refused("kind", "mixtral", 3)
+    refused("copies", "mixtral", config_of("mixtral", modules_to_save=["experts"], target_parameters=[]))
+    refused("none", "mixtral", config_of("mixtral", modules_to_save=["mlp.gate"], target_parameters=[]))
     refused("folder", "mixtral", folder if rank == 0 else f"{folder}/missing")
     return said
 
@@ -182,6 +191,8 @@ def test_new_adapters_and_what_is_refused(tmp_path: Path) -> None:
         assert torch.allclose(found["clipped"], torch.tensor(MAX_NORM), rtol=1e-3)
         assert "down_proj_bias: expected adapters of the weights of experts" in found["biases"]
         assert found["dropout"].startswith("ValueError: lora.ParamWrapper does not work with lora_dropout != 0")
+        assert "modules_to_save: expected modules without experts, got 'experts'" in found["copies"]
+        assert "none" not in found
         assert (
             found["kind"] == "ArgumentError: adapters: expected a peft.LoraConfig, or a folder with adapters, got int"
         )

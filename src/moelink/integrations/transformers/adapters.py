@@ -6,6 +6,7 @@ the expert changes slowest, in the columns of B fastest. A rank has the columns 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,8 +35,12 @@ def attach(model: Any, adapters: Any, peers: Peers | None, *, trainable: bool) -
     if not isinstance(adapters, (peft.LoraConfig, str, Path)):
         raise ArgumentError("adapters", "a peft.LoraConfig, or a folder with adapters", type(adapters).__name__)
     with agreed(peers):
-        if isinstance(adapters, peft.LoraConfig):
-            adapted: Any = peft.get_peft_model(model, adapters)
+        is_new = isinstance(adapters, peft.LoraConfig)
+        config: Any = adapters if is_new else peft.PeftConfig.from_pretrained(str(adapters))
+        if peers is not None:
+            _refuse_copies(model, config.modules_to_save or ())
+        if is_new:
+            adapted: Any = peft.get_peft_model(model, config)
         else:
             adapted = peft.PeftModel.from_pretrained(model, str(adapters), is_trainable=trainable)
     if peers is not None:  # each rank has drawn its own numbers
@@ -45,7 +50,10 @@ def attach(model: Any, adapters: Any, peers: Peers | None, *, trainable: bool) -
             if peers.own.rank():
                 torch._foreach_zero_(same)
             sum_over_ranks(same, peers)
-    return mark_experts(adapted)
+    mark_experts(adapted)
+    if _adapters(adapted):
+        adapted.save_pretrained = _refuse_save
+    return adapted
 
 
 def save(adapted: Any, folder: str | Path, peers: Peers | None, rank: int) -> None:
@@ -95,12 +103,28 @@ class OneRanksAdapters(OneRanksExperts):
 
     def untyped_storage(self) -> NoReturn:
         """Refuse to be written."""
-        raise UnsupportedError(
-            "save_pretrained: expected adapters of the experts of all ranks, got those of one rank; call "
-            "save_pretrained of the ParallelModel that with_adapters returns, on every rank"
-        )
+        _refuse_save()
 
     storage = untyped_storage  # type: ignore[assignment]
+
+
+def _refuse_save(*_: Any, **_options: Any) -> NoReturn:
+    """Stand for PEFT's ``save_pretrained``, which also writes files of ``torch.save``."""
+    raise UnsupportedError(
+        "save_pretrained: expected adapters of the experts of all ranks, got those of one rank; call "
+        "save_pretrained of the ParallelModel that with_adapters returns, on every rank"
+    )
+
+
+def _refuse_copies(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse ``modules_to_save`` that hold experts: PEFT would copy the module, and train one rank's copy."""
+    for name, module in model.named_modules():
+        wanted = next(filter(name.endswith, names), None)
+        if wanted is not None and any(each.owner.world_size > 1 for each in owned_tensors(module)):
+            raise UnsupportedError(
+                f"modules_to_save: expected modules without experts, got {wanted!r} ({name}); name the weights of "
+                "experts in target_parameters, or train them without adapters"
+            )
 
 
 def _adapters(model: nn.Module) -> list[OwnedTensor]:
