@@ -107,3 +107,10 @@ def counted(rank: int, world_size: int, wire: str, base: int) -> Any:
     seen = scrape(base)
     assert of(seen, "world_size") is None
     assert of(seen, "failures_total", kind="PeerTimeoutError") == 1
+
+
+def refused(rank: int, world_size: int) -> str:
+    """Return the name of the error that ``init`` raises."""
+    with pytest.raises(moelink.MoelinkError) as error:
+        join(**FIELDS, **WIRES["collective"])
+    return type(error.value).__name__

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import sys
 from collections import Counter
 
@@ -33,6 +34,14 @@ def test_scrapes_of_two_ranks_tell_their_calls_waits_and_faults(monkeypatch, wir
     base = free_port()
     monkeypatch.setenv("MOELINK_METRICS", str(base))
     run_ranks(metrics_ranks.counted, 2, wire, base, timeout=240)
+
+
+def test_peers_learn_of_a_port_that_is_not_free(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", free_port()))
+        taken.listen()
+        monkeypatch.setenv("MOELINK_METRICS", f"127.0.0.1:{taken.getsockname()[1] - 1}")
+        assert run_ranks(metrics_ranks.refused, 2) == ["PeerAbortedError", "ConfigError"]
 
 
 @pytest.mark.parametrize("wire", ["collective", "symmetric"])
