@@ -476,6 +476,12 @@ TRUST = (
 )
 
 TRANSFORMERS = (
+    Mutant("in adapters' B the expert changes slowest", "integrations/transformers/adapters.py",
+           "value.unflatten(1, (-1, num_experts))", "value.unflatten(1, (num_experts, -1)).transpose(1, 2)",
+           "integrations/transformers/test_transformers_peft.py::test_adapters_train_save_load_and_merge_as_unsharded[mixtral-2]"),
+    Mutant("PEFT pickles one rank's adapters", "integrations/transformers/adapters.py",
+           "adapted.save_pretrained = _refuse_save", "pass",
+           "integrations/transformers/test_transformers_peft.py::test_adapters_train_save_load_and_merge_as_unsharded[mixtral-2]"),
     Mutant("a rank reads the experts of another", "integrations/transformers/loading.py",
            "% part.num_experts in part.experts:", "% part.num_experts not in part.experts:",
            "integrations/transformers/test_transformers_families.py::test_families_on_two_ranks_and_the_table_of_the_page"),
