@@ -346,8 +346,8 @@ class RankMaskedError(PeerTimeoutError):
     def __init__(self, *, rank: int, by: int, phase: str, call: int) -> None:
         PeerError.__init__(
             self,
-            f"rank {rank}: rank {rank} itself is masked: expected it in all calls, got none from it by the time that rank {by} "
-            f"masked it, after call {call} there; call admit([{rank}], store) here and on the ranks that go on",
+            f"rank {rank}: rank {rank} itself is masked: expected it in all calls, got none from it by the time that "
+            f"rank {by} masked it, after call {call} there; call admit([{rank}], store) here and on those that go on",
             rank=rank,
             peer=rank,
             phase=phase,

@@ -37,7 +37,7 @@ BUDGET = {
     "contract": 2422,
     "ops": 1725,
     "nn": 4440,
-    "integrations": 4393,
+    "integrations": 4417,
     "tracing": 535,
     "tracing/device": 524,
     "tools": 366,

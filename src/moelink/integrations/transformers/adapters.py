@@ -122,7 +122,7 @@ def _refuse_copies(model: nn.Module, names: Sequence[str]) -> None:
         wanted = next(filter(name.endswith, names), None)
         if wanted is not None and any(each.owner.world_size > 1 for each in owned_tensors(module)):
             raise UnsupportedError(
-                f"modules_to_save: expected modules without experts, got {wanted!r} ({name}); name the weights of "
+                f"modules_to_save: expected modules without experts, got {wanted!r} ({name}); give the weights of "
                 "experts in target_parameters, or train them without adapters"
             )
 
