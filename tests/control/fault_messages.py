@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from moelink.routing import absent_experts
 from moelink.testing import assert_bitwise_equal
 from moelink.transports.collective.combine import combine_steps
 from moelink.transports.collective.dispatch import dispatch_steps
@@ -67,7 +68,9 @@ class Ranks:
         for case in cases:
             config = case.setup.config(self.world, rank)
             (request,) = dispatch_requests(case, [rank])
-            recv = yield from self._drive(rank, dispatch_steps(config, request, scratch, identity="test"))
+            absent = absent_experts(config.num_experts, request.x.device)
+            steps = dispatch_steps(config, request, scratch, identity="test", absent=absent)
+            recv = yield from self._drive(rank, steps)
             self.completed.append((rank, case, recv, None))
             place = len(self.completed) - 1
             (request,) = combine_requests(case, [rank], [recv])

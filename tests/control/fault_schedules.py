@@ -103,6 +103,7 @@ class PretendedProbeServer:
 
     progress: tuple[int, str] = 0, "dispatch"
     failure: Failure | None = None
+    masked: tuple[int, int] | None = None
     closed: bool = False
 
     @property
