@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import moelink
 from moelink.nn import Balancer, MoE, Placement, refresh_host_copies, restore_experts
 from tests.support.fault_ranks import EXPIRY, die
-from tests.support.patience import gather, hurry, is_gone, join, until
+from tests.support.patience import ROOMY, gather, hurry, is_gone, join, until
 
 EXPERTS, HIDDEN, INNER, TOKENS = 5, 128, 128, 6
 SIZES = {"num_experts": EXPERTS, "topk": 2, "hidden_size": HIDDEN, "max_tokens_per_rank": TOKENS}
@@ -129,6 +131,46 @@ def admitted(rank: int, world_size: int) -> Any:
         assert all(torch.equal(layer(tokens(rank)), old) for layer, old in zip(model.values(), before, strict=True))
         assert model["a"].placement.placement.experts == (0, 1, 2, 3, 4, 0)
         return report
+
+
+@torch.no_grad()
+def masked_and_admitted(process: int, processes: int, port: int, transport: str) -> Any:
+    """Of 3 ranks rank 1 dies and is masked; process 3 takes its place and gets its experts from host copies."""
+    store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    sizes = {**sizes_of("bf16"), "transport": transport, "timeout": ROOMY, "device": "cpu"}
+    if process == 3:
+        until(lambda: store.check(["masked"]))
+        ep, rank = moelink.join(store, 1, 3, **sizes), 1
+        model = model_of(ep, "bf16", 7, host_copies=1)
+    else:
+        dist.init_process_group("gloo", store=dist.PrefixStore("init", store), rank=process, world_size=3)
+        ep, rank = moelink.init(**sizes), process
+        model = model_of(ep, "bf16", host_copies=1)
+        refresh_host_copies(model)
+        before = [layer(tokens(rank)) for layer in model.values()]
+        if rank == 1:
+            store.set("gone", "1")
+            die()
+        until(lambda: store.check(["gone"]))
+        ep.mask([1])
+        lacking = [layer(tokens(rank)) for layer in model.values()]
+        assert not all(torch.equal(now, old) for now, old in zip(lacking, before, strict=True))
+        with pytest.raises(moelink.StateError, match=r"present, got ranks \[1\] masked; admit them"):
+            refresh_host_copies(model)
+        store.set("masked", "1")
+        ep.admit([1], store)
+    if rank != 0:  # what a server would load from its checkpoint
+        model.load_state_dict(torch.load(io.BytesIO(store.get("router"))), strict=False)
+    else:
+        written = io.BytesIO()
+        torch.save({name: value for name, value in model.state_dict().items() if "router" in name}, written)
+        store.set("router", written.getvalue())
+    reports = restore_experts(model, ep, empty=process == 3)
+    after = [layer(tokens(rank)) for layer in model.values()]
+    right = process == 3 or all(torch.equal(now, old) for now, old in zip(after, before, strict=True))
+    weights = _weights(model)
+    ep.close()
+    return reports, right, weights
 
 
 def trained(rank: int, world_size: int, folder: str) -> Any:

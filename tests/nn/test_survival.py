@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import moelink
 from moelink.errors import ArgumentError, ConfigError
@@ -64,6 +65,20 @@ def test_a_new_process_gets_its_experts_where_they_are() -> None:
     a = said[0][0]
     assert (a.name, a.stayed, a.moved, a.copied, a.missing, a.refresh) == ("a", 3, 1, 2, (), 1)
     assert a.nbytes > 0
+
+
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
+def test_a_process_in_the_place_of_a_masked_rank_gets_its_experts(transport: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    said = run_ranks(survival_ranks.masked_and_admitted, 4, store.port, transport, mortal={1})
+    assert said[1] is None
+    expected = whole("bf16")
+    for rank, (reports, right, weights) in ((0, said[0]), (1, said[3]), (2, said[2])):
+        assert right
+        assert all(layer.copied and not layer.missing for layer in reports)
+        first, owned = ExpertMap(EXPERTS, 3).first(rank), ExpertMap(EXPERTS, 3).num_local(rank)
+        for got, all_of_them in zip(weights, expected, strict=True):
+            assert_bitwise_equal(got.view(torch.uint8), all_of_them[first : first + owned])
 
 
 def test_gradients_after_a_death_are_those_of_one_rank(tmp_path: Path) -> None:
