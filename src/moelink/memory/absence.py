@@ -10,12 +10,12 @@ counts              LL words of no call, which no wait awaits; the values are 0,
                     match any others
 combine_head        of any call, with a status that takes no part in comparisons
 control             some ranks are masked: home awaits no row of those whose combine_status says so
-                    (``kernels.combine.arrivals.awaited_slots``), and all combines travel with flags
+                    (``kernels.combine.arrivals.awaited_slots``), with flags or in Lamport slots
 ==================  ===============================================================================================
 
 No kernel has a mask among its constants or arguments: a captured graph, whose addresses are those of the new blocks,
 finds the membership where it waits. Beside words that it reads in any case, combine's home role looks at one control
-word for each token, the one by which it chooses between flags and Lamport slots.
+word for each token.
 
 Example: of ranks 0, 1, 2 rank 1 is masked. In the block of rank 0 ``credit[:, 1]`` and ``combine_head[1]`` are 2**62.
 """
@@ -27,11 +27,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moelink.memory.protocol import (
-    ALWAYS_WITH_FLAGS,
     ANY_CALL,
-    COMBINE_WITH_FLAGS,
     MASKED_CALL,
     OPTIONS_OF_NOBODY,
+    SOME_MASKED,
     STATUS_OF_NOBODY,
 )
 from moelink.memory.workspace import Workspace
@@ -52,4 +51,4 @@ def fill_in_for(masked: Sequence[int], block: Tensor, *, workspace: Workspace) -
     parts["counts"][ranks, _OPTIONS] = (MASKED_CALL << 32) + OPTIONS_OF_NOBODY
     parts["combine_head"][ranks] = ANY_CALL
     parts["combine_status"][ranks] = STATUS_OF_NOBODY
-    regions["control"].view(block)[COMBINE_WITH_FLAGS : COMBINE_WITH_FLAGS + 2] = ALWAYS_WITH_FLAGS
+    regions["control"].view(block)[SOME_MASKED] = 1

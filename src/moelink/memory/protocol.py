@@ -29,6 +29,8 @@ CLOCK_ASKED, CLOCK_TOLD = 19, 20
 DISPATCH_FORWARDED, COMBINE_COLLECTED = 21, 22
 """calls that the forwarders of a two-level dispatch, and the collectors of a combine, have completed, counted as for
 other roles"""
+SOME_MASKED = 23
+"""1 if some ranks are masked (``memory.absence``)"""
 
 RECORD_WORDS = 16
 """int64 words of the host-visible record: an error that poisons the communicator, then a peer's refusal."""
@@ -92,8 +94,6 @@ OPTIONS_OF_NOBODY = 0x7FFFFFFF
 """In place of a masked rank's options of a dispatch."""
 STATUS_OF_NOBODY = -1
 """In place of a masked rank's ``combine_status``. Those of other ranks are not negative."""
-ALWAYS_WITH_FLAGS = 1 << 62
-"""Beside the call numbers at COMBINE_WITH_FLAGS: all combines travel with flags, as some ranks are masked."""
 
 ROW_ABSENT, ROW_DROPPED = -1, -2
 """Values of rows_of_message: the slot's expert is on another rank; the row did not fit ``capacity``."""

@@ -13,12 +13,12 @@ import triton.language as tl
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.nodes.internode import between_nodes_or, intra_node_only
 from moelink.kernels.nodes.level_rows import wait_for_levels
-from moelink.kernels.sync.lamport_slots import some_are_masked
 from moelink.kernels.sync.signals import I64, U8, own_block, report_failure, wait_all
-from moelink.memory.protocol import PHASE_COMBINE
+from moelink.memory.protocol import PHASE_COMBINE, SOME_MASKED
 from moelink.tracing.device.stamps import ARRIVED, LAST_MESSAGE, MESSAGE_SEEN, arrivals, stamp_awaited
 
 _PHASE = tl.constexpr(PHASE_COMBINE)
+_SOME_MASKED = tl.constexpr(SOME_MASKED)
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def awaited_slots(ctx, notes, token, brought, choices, S: tl.constexpr):
 @triton.jit
 def present_slots(ctx, slots, S: tl.constexpr):
     """Return ``slots`` [ranks], but -1 at masked ranks, whose rows nobody writes (``memory.absence``)."""
-    if some_are_masked(ctx.control):
+    if tl.load(ctx.control + _SOME_MASKED) != 0:
         r = tl.arange(0, S.WORLD_SIZE_POW2)
         status = (own_block(ctx.control, S) + S.OFFSET_COMBINE_STATUS).to(I64) + r
         slots = tl.where(tl.load(status, mask=r < S.WORLD_SIZE, other=0) < 0, -1, slots)

@@ -42,12 +42,10 @@ import triton.language as tl
 
 from moelink.kernels.numeric import only, round_to
 from moelink.kernels.sync.signals import I32, I64, OK, UNFINISHED, block_uniform, check_timeout, clock, looks_of
-from moelink.memory.protocol import ALWAYS_WITH_FLAGS, COMBINE_WITH_FLAGS
+from moelink.memory.protocol import COMBINE_WITH_FLAGS
 from moelink.tracing.device.stamps import note_late, note_whole
 
 _WITH_FLAGS = tl.constexpr(COMBINE_WITH_FLAGS)
-_ALWAYS = tl.constexpr(ALWAYS_WITH_FLAGS)
-_CALLS = tl.constexpr(ALWAYS_WITH_FLAGS - 1)
 
 
 @triton.jit
@@ -56,36 +54,20 @@ def follows_refusal(control, call):
 
     Both words are read, so that neither load waits for the call number. They name calls of different parity.
     """
-    first, second = _noted(control)
-    return ((first & _CALLS) == call) | ((second & _CALLS) == call)
-
-
-@triton.jit
-def _noted(control):
-    """Return both words. They are loaded for every reason to send with flags, of which masked ranks are one."""
-    return tl.load(control + _WITH_FLAGS), tl.load(control + _WITH_FLAGS + 1)
+    return (tl.load(control + _WITH_FLAGS) == call) | (tl.load(control + _WITH_FLAGS + 1) == call)
 
 
 @triton.jit
 def note_refused(control, call):
     """Note that a rank refused call ``call``, or was mismatched in it."""
-    word = control + _WITH_FLAGS + (call + 1) % 2
-    tl.store(word, (tl.load(word) & _ALWAYS) | (call + 1))
-
-
-@triton.jit
-def some_are_masked(control):
-    """Return whether some ranks are masked (``memory.absence``)."""
-    return tl.load(control + _WITH_FLAGS) >= _ALWAYS
+    tl.store(control + _WITH_FLAGS + (call + 1) % 2, call + 1)
 
 
 @triton.jit
 def has_no_flags(control, num_tokens, call, S: tl.constexpr):
     """Return whether sums, if a rank sends any, go without flags to a home rank of ``num_tokens`` tokens in call
     ``call``."""
-    first, second = _noted(control)
-    with_flags = ((first & _CALLS) == call) | ((second & _CALLS) == call) | (first >= _ALWAYS)
-    return (num_tokens <= S.LAMPORT_TOKENS) & (num_tokens > 0) & (with_flags == 0)
+    return (num_tokens <= S.LAMPORT_TOKENS) & (num_tokens > 0) & (follows_refusal(control, call) == 0)
 
 
 @triton.jit
