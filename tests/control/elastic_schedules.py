@@ -41,7 +41,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Event:
-    """What happens to ``rank`` before step ``step``. ``fresh``: a new process takes the rank's place (of an admission),
+    """An event of ``rank`` before step ``step``. ``fresh``: a new process takes the rank's place (of an admission),
     or the rank dies in the middle of a call (of a kill)."""
 
     step: int
@@ -253,7 +253,7 @@ def inputs(config: moelink.EPConfig, rank: int, seed: int) -> Any:
 
 
 def start(ep: moelink.Communicator, seed: int, *, whole: bool = False) -> None:
-    """Make a dispatch and, if ``whole``, its combine, of whatever comes."""
+    """Make a dispatch and, if ``whole``, its combine, without a look at the results."""
     d = inputs(ep.config, ep.config.rank, seed)
     weights = d.topk_weights if ep.config.pre_reduce else None
     recv = ep.dispatch(d.x, d.topk_ids, weights)
@@ -269,7 +269,7 @@ def raised(ep: moelink.Communicator, seed: int, kind: type[Exception]) -> Any:
 
 
 def call_again_and_again(ep: moelink.Communicator, seed: int) -> None:
-    """Make steps, of whatever comes."""
+    """Make six steps."""
     for _ in range(6):
         start(ep, seed, whole=True)
 

@@ -202,7 +202,7 @@ def _live(models: list[torch.nn.ModuleDict], name: str) -> Weights:
 
 
 def _wanted(models: list[torch.nn.ModuleDict], name: str) -> tuple[Weights, set[int]]:
-    """What each expert's weights must be after a restoration, and the experts that are lost."""
+    """Return the weights that each expert must have after a restoration, and the experts that are lost."""
     live = _live(models, name)
     newest: dict[int, int] = {}
     for model in models:

@@ -1,4 +1,4 @@
-"""What an output says of pairs that were dropped: counts, shares of router weights, and sums divided by them."""
+"""Outputs of calls beside masked ranks: counts of dropped pairs, shares of router weights, and rescaled sums."""
 
 from __future__ import annotations
 

@@ -36,9 +36,11 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from moelink.control.group import World, decline, gather_bytes, meet
+from moelink.control.group import World, gather_bytes, meet
+from moelink.control.handshake import compare
+from moelink.control.recovery import late
 from moelink.control.stores import BoundedError, bounded, peek
-from moelink.errors import ArgumentError, ConfigMismatchError, PeerLostError, PeerTimeoutError, UnsupportedError
+from moelink.errors import ArgumentError, PeerLostError, PeerTimeoutError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -72,11 +74,6 @@ class Invitation:
         )
 
 
-def refuse_admission(world: World, timeout: float) -> None:
-    """Tell the other members that this one refused its arguments."""
-    decline(world, timeout)
-
-
 def receive(world: World, ranks: Sequence[int], store: Any, timeout: float) -> World:
     """Meet the newcomers ``ranks`` as a member, of ``world``. Return the world of all.
 
@@ -87,13 +84,9 @@ def receive(world: World, ranks: Sequence[int], store: Any, timeout: float) -> W
     """
     me, place = world.ranks[world.rank], PrefixStore(_PREFIX, store)
     mine = json.dumps([list(ranks), secrets.token_hex(8)]).encode()
-    with _named(world.ranks, me):
+    with named(world.ranks, me):
         said = [json.loads(text) for text in gather_bytes(world, mine, timeout, phase=PHASE)]
-    lists: dict[str, list[int]] = {}
-    for rank, (admitted, _) in zip(world.ranks, said, strict=True):
-        lists.setdefault(str(admitted), []).append(rank)
-    if len(lists) > 1:
-        raise ConfigMismatchError("ranks", dict(lists))
+    compare([{"ranks": str(admitted)} for admitted, _ in said], world.ranks)
     attempt, host = str(said[0][1]), world.ranks[0]
     if me == host:
         members = tuple(sorted((*world.ranks, *ranks)))
@@ -102,7 +95,7 @@ def receive(world: World, ranks: Sequence[int], store: Any, timeout: float) -> W
         found = _within(2 * timeout, me, host, lambda end: _await_key(place, f"call/{attempt}", end))
         invitation = Invitation.decode(found)
     if invitation.missing >= 0:
-        raise _late(me, invitation.missing, "it has not called join, or admit of itself")
+        raise late(PHASE, me, invitation.missing, "it has not called join, or admit of itself")
     return _meet(place, invitation, me, timeout)
 
 
@@ -166,19 +159,19 @@ def _within(timeout: float, rank: int, awaited: int, call: Callable[[float], T])
         if isinstance(error, (PeerTimeoutError, UnsupportedError)):
             raise
         detail = "no rank admits this one" if awaited < 0 else "the store does not answer, or nothing came in it"
-        raise _late(rank, awaited, detail) from error
+        raise late(PHASE, rank, awaited, detail) from error
 
 
 def _meet(place: Any, invitation: Invitation, rank: int, timeout: float) -> World:
     members = invitation.members
     corner = PrefixStore(f"corner/{invitation.attempt}", place)
-    with _named(members, rank):
+    with named(members, rank):
         world = meet(corner, members.index(rank), len(members), timeout)
     return replace(world, members=members)
 
 
 @contextmanager
-def _named(members: Sequence[int], rank: int) -> Iterator[None]:
+def named(members: Sequence[int], rank: int) -> Iterator[None]:
     """Translate a PeerTimeoutError of the block, in which ``members`` meet, to their numbers in the communicator."""
     try:
         yield
@@ -186,14 +179,6 @@ def _named(members: Sequence[int], rank: int) -> Iterator[None]:
         if error.phase == PHASE:
             raise
         peer = members[error.peer] if 0 <= error.peer < len(members) else -1
-        raise _late(rank, peer, "it did not take part in the set-up", lost=isinstance(error, PeerLostError)) from error
-
-
-def named(members: Sequence[int], rank: int) -> Any:
-    """Return a context that translates errors of a set-up of ``members`` (see :func:`_named`)."""
-    return _named(members, rank)
-
-
-def _late(rank: int, peer: int, detail: str, *, lost: bool = False) -> PeerTimeoutError:
-    kind = PeerLostError if lost else PeerTimeoutError
-    return kind(rank=rank, peer=peer, phase=PHASE, call=0, expected=0, got=None, detail=detail)
+        raise late(
+            PHASE, rank, peer, "it did not take part in the set-up", lost=isinstance(error, PeerLostError)
+        ) from error

@@ -296,13 +296,13 @@ class _Board:
         shown = {rank: _decode(answer) for rank, answer in self.around.read(self.others).items()}
         for peer, proposal in shown.items():
             if isinstance(proposal, Proposal) and proposal.finished:
-                raise _late(
+                raise late(
                     self.around.phase, self.rank, self.rank,
                     f"rank {peer} has gone on with ranks {list(proposal.ranks)} without waiting for this rank any more",
                 )  # fmt: skip
         for peer, proposal in shown.items():
             if proposal == GONE:
-                raise _late(self.around.phase, self.rank, peer, GONE_IN_WORDS, lost=True)
+                raise late(self.around.phase, self.rank, peer, GONE_IN_WORDS, lost=True)
         return shown
 
     def has_begun_again(self, peer: int, agreed: Mapping[int, Proposal]) -> bool:
@@ -365,7 +365,7 @@ def _agree(board: _Board, begin: float, timeout: float) -> dict[int, Proposal]:
             # A rank that has withdrawn its proposal gave up a moment ago, because of a rank that is also missing here:
             # name a rank without any proposal first.
             peer = min(board.others, key=lambda rank: (_reason(shown[rank]), rank in seen))
-            raise _late(board.around.phase, board.rank, peer, _REASONS[_reason(shown[peer])].format(board.around.phase))
+            raise late(board.around.phase, board.rank, peer, _REASONS[_reason(shown[peer])].format(board.around.phase))
         board.around.sleep(_PAUSE_SECONDS)
 
 
@@ -393,7 +393,7 @@ def _all_arrived(board: _Board, agreed: Mapping[int, Proposal], corner: Any, dea
                 shown = board.read()
                 if board.around.now() > deadline:
                     absent = [rank for rank in board.mine.ranks if not corner.check([str(rank)])]
-                    raise _late(
+                    raise late(
                         board.around.phase,
                         board.rank,
                         absent[0] if absent else -1,
@@ -412,7 +412,7 @@ def _all_arrived(board: _Board, agreed: Mapping[int, Proposal], corner: Any, dea
         host = board.mine.ranks[0]
         if host != board.rank and board.has_begun_again(host, agreed):  # raises PeerLostError if its process is gone
             return False
-        raise _late(board.around.phase, board.rank, host, "its store does not answer") from error
+        raise late(board.around.phase, board.rank, host, "its store does not answer") from error
 
 
 def _end_of(error: PeerTimeoutError) -> bytes:
@@ -433,7 +433,7 @@ def _heed(board: _Board, verdict: bytes) -> bool:
         board.around.sleep(_PAUSE_SECONDS)
         return False
     detail = GONE_IN_WORDS if lost else verdict[_END.size :].decode(errors="replace")[:200]
-    raise _late(board.around.phase, board.rank, peer, detail, lost=lost)
+    raise late(board.around.phase, board.rank, peer, detail, lost=lost)
 
 
 def _bounded_arrival(board: _Board, agreed: Mapping[int, Proposal], corner: Any, deadline: float) -> bool:
@@ -443,7 +443,7 @@ def _bounded_arrival(board: _Board, agreed: Mapping[int, Proposal], corner: Any,
             lambda: _all_arrived(board, agreed, corner, deadline), deadline + _LAST_WORD_SECONDS
         )
     except BoundedError:
-        raise _late(board.around.phase, board.rank, board.mine.ranks[0], "its store does not answer") from None
+        raise late(board.around.phase, board.rank, board.mine.ranks[0], "its store does not answer") from None
 
 
 @contextmanager
@@ -477,7 +477,7 @@ def _connect(board: _Board, host: Proposal, deadline: float, timeout: float) -> 
         return board.around.reach(peer, host.port, deadline, timeout)
     except (RuntimeError, BoundedError) as error:
         board.read()
-        raise _late(board.around.phase, board.rank, peer, "its store does not answer") from error
+        raise late(board.around.phase, board.rank, peer, "its store does not answer") from error
 
 
 def _mismatch(lists: Mapping[int, Sequence[int]]) -> ConfigMismatchError:
@@ -487,6 +487,7 @@ def _mismatch(lists: Mapping[int, Sequence[int]]) -> ConfigMismatchError:
     return ConfigMismatchError("ranks", dict(said))
 
 
-def _late(phase: str, rank: int, peer: int, detail: str, *, lost: bool = False) -> PeerTimeoutError:
+def late(phase: str, rank: int, peer: int, detail: str, *, lost: bool = False) -> PeerTimeoutError:
+    """Return the error of a change of ranks, in ``phase``, about ``peer``; ``lost``: its process is gone."""
     facts: dict[str, Any] = {"rank": rank, "peer": peer, "phase": phase, "call": 0, "expected": 0, "got": None}
     return PeerLostError(**facts, detail=detail) if lost else PeerTimeoutError(**facts, detail=detail)

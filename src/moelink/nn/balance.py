@@ -149,7 +149,7 @@ class Balancer(Steps[_Move]):
             new = place(current, load)
             before, after = (each.imbalance(load, self._world_size) for each in (current, new))
             moves = sum(a != b for a, b in zip(current.experts, new.experts, strict=True))
-            report.append(LayerBalance(name, before, after, moves, moves * expert_bytes(layer)))
+            report.append(LayerBalance(name, before, after, moves, moves * layer.expert_bytes))
             wanted.append(new)
         self._compare(f"{what} of load {digest(loads)}", "balancer")
         self._steps = self._divide(wanted)
@@ -199,7 +199,7 @@ class Balancer(Steps[_Move]):
     def _agree(self) -> None:
         """Refuse ranks whose layers, sizes or placements differ."""
         layers = [
-            (name, expert_bytes(layer), _placement(layer).experts)
+            (name, layer.expert_bytes, _placement(layer).experts)
             for name, layer in zip(self._names, self._layers, strict=True)
         ]
         said = f"max_bytes {self._max_bytes}, {len(layers)} layers with names, sizes and placements {digest(layers)}"
@@ -220,7 +220,7 @@ class Balancer(Steps[_Move]):
         """Divide the moves to ``wanted`` into steps."""
         items: list[tuple[list[_Move], Counter[int]]] = []
         for index, (layer, new) in enumerate(zip(self._layers, wanted, strict=True)):
-            size, owner = expert_bytes(layer), self._owners(layer)
+            size, owner = layer.expert_bytes, self._owners(layer)
             for places in order_moves(_placement(layer).experts, new.experts):
                 more = Counter({rank: size * count for rank, count in Counter(owner[p] for p in places).items()})
                 items.append(([_Move(index, place, new.experts[place]) for place in places], more))
@@ -284,8 +284,3 @@ def order_moves(old: Sequence[int], new: Sequence[int]) -> Iterator[list[int]]:
 def _placement(layer: BalancedLayer) -> Placement:
     assert layer.placement is not None, "layers without a placement were left out"
     return layer.placement.placement
-
-
-def expert_bytes(layer: BalancedLayer) -> int:
-    """Return the bytes of one expert's weights."""
-    return sum(getattr(layer.holder, name)[0].nbytes for name in layer.holder.stacked)

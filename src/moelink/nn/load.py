@@ -173,6 +173,11 @@ class BalancedLayer(torch.nn.Module):
         first dimension, after ``num_shared`` others; ``first`` is the id of the first one."""
         return self
 
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's weights."""
+        return sum(getattr(self.holder, name)[0].nbytes for name in self.holder.stacked)
+
     def place(self, placement: Placement) -> None:
         """Use ``placement`` from now on, whose weights are in place, and count anew."""
         assert self.placement is not None, "the layer was made with a placement"

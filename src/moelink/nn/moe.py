@@ -225,7 +225,7 @@ class MoE(BalancedLayer):
         """Bytes of host memory that copies of other ranks' experts take here from the first refresh on."""
         config = self.ep.config
         kept = keepers(self.experts.placement, config.world_size, self.copies.count)
-        return sum(rank == config.rank for _, _, rank in kept) * self.experts.expert_bytes
+        return sum(rank == config.rank for _, _, rank in kept) * self.expert_bytes
 
     def use_communicator(self, ep: Communicator, placement: Placement, weights: Sequence[Tensor]) -> None:
         """Go on as a rank of ``ep``, whose experts are placed so, with the weights of this rank's experts, in the order

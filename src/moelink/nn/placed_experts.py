@@ -59,11 +59,6 @@ class PlacedExperts(torch.nn.Module):
         """The stacked tensors, in the order of ``stacked``."""
         return [getattr(self, name).detach() for name in self.stacked]
 
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert's weights."""
-        return sum(tensor[0].nbytes for tensor in self.weights)
-
     def take(self, config: EPConfig, placement: Placement, weights: Sequence[Tensor]) -> None:
         """Hold ``weights``, in the order of ``stacked``, as the rank of ``config``. Parameters stay the same objects,
         without gradients."""

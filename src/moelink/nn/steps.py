@@ -14,6 +14,7 @@ that exchange, and would mistake a vote of this rank for its part of it.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ from torch import Tensor
 
 from moelink.communicator import Communicator
 from moelink.control.exchange import Peers, all_to_all
+from moelink.control.handshake import compare
 from moelink.control.values import gather_values
-from moelink.errors import ArgumentError, ConfigMismatchError, PeerAbortedError, PeerTimeoutError
+from moelink.errors import ArgumentError, PeerAbortedError, PeerTimeoutError
 from moelink.lifetime import end_outside_calls, require_running
 from moelink.routing import ExpertMap
 
@@ -83,7 +85,7 @@ class Packed(Generic[M]):
         return cls(sent, room, [sum(t.nbytes for t in parts) for parts in outgoing], counts, incoming)
 
 
-class Steps(Generic[M]):
+class Steps(ABC, Generic[M]):
     """Steps of the ranks of some communicators. All methods are collective over the ranks.
 
     Args:
@@ -98,13 +100,13 @@ class Steps(Generic[M]):
         self._rank, self._world_size = config.rank, config.world_size
         self._peers, self._what = peers, what
 
+    @abstractmethod
     def _routes(self, moves: Sequence[M]) -> Iterator[Route[M]]:
         """Yield the way of each move's weights, the same on all ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _commit(self, moves: Sequence[M]) -> None:
         """Let the weights that were written count."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def _make(self, moves: Sequence[M]) -> None:
@@ -220,12 +222,7 @@ class Steps(Generic[M]):
 
     def _compare(self, mine: str, name: str) -> None:
         """Refuse ranks whose text differs."""
-        said = self._gather(mine)
-        ranks: dict[str, Sequence[int]] = {
-            words: [rank for rank, other in enumerate(said) if other == words] for words in said
-        }
-        if len(ranks) > 1:
-            raise ConfigMismatchError(name, ranks)
+        compare([{name: said} for said in self._gather(mine)])
 
 
 def check_max_bytes(max_bytes: int) -> None:

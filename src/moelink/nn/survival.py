@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from moelink.communicator import Communicator
-from moelink.errors import ArgumentError, ConfigMismatchError, StateError, UnsupportedError
+from moelink.control.handshake import compare
+from moelink.errors import ArgumentError, StateError, UnsupportedError
 from moelink.lifetime import peers_of, require_no_pending, require_running
 from moelink.nn.host_copies import keepers
 from moelink.nn.load import BalancedLayer
@@ -201,7 +202,7 @@ class _Refresh(Steps[_Copy]):
         copies: list[tuple[_Copy, dict[int, int]]] = []
         for index, (_, layer) in enumerate(self._named):
             for expert, source, keeper in keepers(layer.experts.placement, self._world_size, layer.copies.count):
-                copies.append((_Copy(index, expert, source, keeper), {keeper: layer.experts.expert_bytes}))
+                copies.append((_Copy(index, expert, source, keeper), {keeper: layer.expert_bytes}))
         for step in divide(copies, self._max_bytes):
             self._make(step)
         for index, (_, layer) in enumerate(self._named):
@@ -292,15 +293,13 @@ class _Restore(Steps[_Fill]):
 
     def _placement(self, name: str, held: Sequence[dict[str, Any]]) -> Placement:
         """Return the placement on which all ranks with weights agree."""
-        full = {rank: tuple(each["placement"]) for rank, each in enumerate(held) if each["experts"]}
+        full = {rank: each["placement"] for rank, each in enumerate(held) if each["experts"]}
         if not full:
             raise StateError(
                 f"restore_experts: expected a rank with weights of {name}, got empty ranks alone; load a checkpoint"
             )
-        if len(set(full.values())) > 1:
-            texts = {f"{name} placed {digest(p)}": [r for r in full if full[r] == p] for p in set(full.values())}
-            raise ConfigMismatchError("restore_experts", texts)  # type: ignore[arg-type]
-        return Placement(next(iter(full.values())))
+        compare([{"restore_experts": f"{name} placed {digest(placed)}"} for placed in full.values()], list(full))
+        return Placement(tuple(next(iter(full.values()))))
 
     def _plan(
         self, placement: Placement, held: Sequence[dict[str, Any]]
@@ -336,7 +335,7 @@ class _Restore(Steps[_Fill]):
     ) -> RestoredExperts:  # fmt: skip
         """Move the weights of one layer, and let it use them and the communicator."""
         self._layer = layer
-        size, travel = layer.experts.expert_bytes, [fill for fill in fills if fill.source != fill.target]
+        size, travel = layer.expert_bytes, [fill for fill in fills if fill.source != fill.target]
         self._new = self._all(partial(self._begin, placement, fills))
         for step in divide(((fill, {fill.target: size}) for fill in travel), self._max_bytes):
             self._make(step)

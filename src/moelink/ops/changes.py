@@ -35,9 +35,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from moelink.control.admission import arrive, named, receive, refuse_admission
+from moelink.control.admission import arrive, named, receive
 from moelink.control.failure_detector import FailureDetector
-from moelink.control.group import World, alone_of, meet_again
+from moelink.control.group import World, alone_of, decline, meet_again
 from moelink.control.membership import Membership, check_admitted, check_masked
 from moelink.control.recovery import LINGER_SECONDS, Surroundings, go_on, named_as_before, regroup
 from moelink.errors import ArgumentError, PeerTimeoutError, PendingError, UnsupportedError
@@ -87,7 +87,7 @@ def admit(lanes: Lanes, ranks: Iterable[int], store: Any) -> Membership:
         try:
             newcomers = check_admitted(given, config, session.masked)
         except ArgumentError:
-            refuse_admission(world, config.timeout)
+            decline(world, config.timeout)
             raise
         world = receive(world, newcomers, store, config.timeout)
     with named(world.ranks, config.rank):

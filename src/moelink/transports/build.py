@@ -9,6 +9,7 @@ from functools import partial
 from hashlib import blake2b
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -19,7 +20,6 @@ from moelink.control.handshake import Agreement, agree
 from moelink.errors import UnsupportedError
 from moelink.memory import Members, NvshmemMemory, PosixMemory, SymmetricMemory, TorchMemory, create_all, protocol
 from moelink.memory.absence import fill_in_for
-from moelink.memory.blocks import Renewal
 from moelink.memory.layout import DispatchMessage, RegionTable
 from moelink.memory.nodes.nvshmem import refuse_rocm
 from moelink.memory.workspace import Workspace
@@ -120,41 +120,50 @@ def prepare_change(session: Session, world: World) -> Change:
 
     Raises: as :func:`build_in_group`; then nothing has changed.
     """
-    config, device, transport = session.configs[0], session.devices[0], session.transport
+    config, device = session.configs[0], session.devices[0]
     masked = masked_in(world, config)
-    leaving = [rank for rank in masked if rank not in session.masked and rank != config.rank]
-    ready: list[Renewal] = []
-
-    def discard() -> None:
-        for each in ready:
-            each.discard()
-
-    try:
-        with torch.inference_mode(False), setting_up(world):
-            agreement, detector = _agreed(config, world)
-            identity = agreement.identity
-            if isinstance(transport, CollectiveTransport):
-                wire = _wire(config, device, world, identity, detector)
-            elif config.mode == "alltoall":
-                memory: SymmetricMemory = transport.ranks[0].memory  # type: ignore[attr-defined]
-                fill = partial(fill_in_for, masked, workspace=Workspace(config))
-                exchange = partial(gather_bytes, world, timeout=config.timeout)
-                ready.append(memory.renew(world.ranks, exchange, fill))
-    except BaseException:
-        discard()
-        raise
+    with torch.inference_mode(False), setting_up(world):
+        agreement, detector = _agreed(config, world)
+        if isinstance(session.transport, CollectiveTransport):
+            change = _change_wire(session.transport, config, device, world, agreement, detector)
+        else:
+            leaving = [rank for rank in masked if rank not in session.masked and rank != config.rank]
+            change = _change_blocks(session.transport, config, world, agreement, detector, leaving)
 
     def commit() -> None:
-        if isinstance(transport, CollectiveTransport):
-            transport.change(wire, identity, masked)
-        else:
-            if ready:
-                transport.end_at(leaving)  # type: ignore[attr-defined]
-                ready[0].commit()  # type: ignore[attr-defined]
-            transport.change(identity, detector, masked)  # type: ignore[attr-defined]
-        session.change(identity, detector, masked)
+        change.commit()
+        session.change(agreement.identity, detector, masked)
 
-    return Change(commit, discard)
+    return Change(commit, change.discard)
+
+
+def _change_wire(
+    transport: CollectiveTransport, config: EPConfig, device: torch.device, world: World, agreement: Agreement,
+    detector: FailureDetector,
+) -> Change:  # fmt: skip
+    wire = _wire(config, device, world, agreement.identity, detector)
+    return Change(partial(transport.change, wire, agreement.identity, masked_in(world, config)), wire.close)
+
+
+def _change_blocks(
+    transport: Any, config: EPConfig, world: World, agreement: Agreement, detector: FailureDetector,
+    leaving: Sequence[int],
+) -> Change:  # fmt: skip
+    """Prepare new blocks. In mode "allreduce" nothing travels, so a rank has only one of its own, which stays."""
+    masked = masked_in(world, config)
+    change = partial(transport.change, agreement.identity, detector, masked)
+    if config.mode == "allreduce":
+        return Change(change, lambda: None)
+    memory: SymmetricMemory = transport.ranks[0].memory
+    fill = partial(fill_in_for, masked, workspace=Workspace(config))
+    renewal = memory.renew(world.ranks, partial(gather_bytes, world, timeout=config.timeout), fill)
+
+    def commit() -> None:
+        transport.end_at(leaving)
+        renewal.commit()
+        change()
+
+    return Change(commit, renewal.discard)
 
 
 def _transport(

@@ -171,6 +171,14 @@ def expert_parts(weights: Weights) -> tuple[Part, ...]:
     )
 
 
+def quantized_weights(experts: QuantizedExperts) -> tuple[BlockQuantized, BlockQuantized]:
+    """The weights of both products."""
+    return (
+        BlockQuantized(experts.gate_up_proj, experts.gate_up_scales),
+        BlockQuantized(experts.down_proj, experts.down_scales),
+    )
+
+
 def moelink_expert_parts(
     ep: moelink.Communicator, experts: Experts | QuantizedExperts, weights: Weights
 ) -> tuple[Part, ...]:
@@ -180,9 +188,8 @@ def moelink_expert_parts(
     the products otherwise; other rows need no conversion.
     """
     if isinstance(experts, QuantizedExperts):
-        gate_up = BlockQuantized(experts.gate_up_proj, experts.gate_up_scales)
-        down = BlockQuantized(experts.down_proj, experts.down_scales)
-        return fp8_expert_parts(functools.partial(multiply, experts.backend), gate_up, down, experts.dtype)
+        multiplied = functools.partial(multiply, experts.backend)
+        return fp8_expert_parts(multiplied, *quantized_weights(experts), experts.dtype)
 
     def convert(at: Rows) -> Rows:
         return replace(at, rows=dequantized(at.home, ep.config, dtype=weights.down.dtype))

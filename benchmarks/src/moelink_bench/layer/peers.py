@@ -37,6 +37,7 @@ from moelink_bench.layer.contenders import (
     Setting,
     expert_parts,
     fp8_expert_parts,
+    quantized_weights,
     require,
 )
 from moelink_bench.layer.data import LayerInput, choose
@@ -361,9 +362,7 @@ class DeepGemmProducts(MoelinkLayer):
     def _expert_parts(self) -> tuple[Part, ...]:
         experts = self.moe.experts
         assert isinstance(experts, QuantizedExperts)
-        gate_up = BlockQuantized(experts.gate_up_proj, experts.gate_up_scales)
-        down = BlockQuantized(experts.down_proj, experts.down_scales)
-        return fp8_expert_parts(self._multiply, gate_up, down)
+        return fp8_expert_parts(self._multiply, *quantized_weights(experts))
 
     def _multiply(self, codes: Tensor, scales: Tensor, offsets: Tensor, weight: BlockQuantized, out: Tensor) -> None:
         self._library.m_grouped_fp8_gemm_nt_contiguous(
