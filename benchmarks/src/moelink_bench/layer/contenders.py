@@ -52,7 +52,7 @@ FP8_ROUNDINGS = 2.0**-5
 """The same where what goes into the second product is rounded to bf16 and then to fp8: the former moves some of the
 latter's roundings to the next code."""
 PEER_ROUNDINGS = 1.5 * FP8_ROUNDINGS
-"""The same for libraries that also round what an expert returns, times its weight, and sums of a rank's experts to bf16."""
+"""The same for libraries that also round rows times their weights, and the sums of a rank's rows, to bf16."""
 
 
 class LayerContender(ABC):
