@@ -1,4 +1,4 @@
-"""Take the forms of kernels on rows (activations, scaling, dequantising, fp8 products) from their launches.
+"""Take the forms of kernels on rows (activations, scaling, dequantising, fp8 products, routers) from their launches.
 
 The functions that launch them run on tensors without memory, on a GPU that is not there, and the launch is caught. So
 the constants are those that a call has. Switches meet in pairs, as in ``aot_forms``.
@@ -23,6 +23,9 @@ from moelink.rows import (
     activation_kernel as activation,
 )
 from moelink.rows import (
+    choose_kernel,
+)
+from moelink.rows import (
     dequantize_kernel as dequantize,
 )
 from moelink.rows import (
@@ -34,6 +37,7 @@ from moelink.rows import (
 from moelink.rows import (
     scale_rows_kernel as scale_rows,
 )
+from moelink.rows.choose import Choice
 from tests.kernels.absent_gpu import on
 from tests.kernels.covering import Row, covering_rows
 from tests.kernels.lowering import Spec
@@ -55,6 +59,7 @@ def row_forms() -> Iterator[RowForm]:
         ("dequantize", DEQUANTIZE, (of_input_scale, of_layout), {}, run_dequantize),
         ("scale rows", SCALE_ROWS, (of_work, of_slot, of_one_row), {}, run_scale_rows),
         ("grouped fp8", GROUPED, (), GROUPED_MEETS, run_grouped),
+        ("choose", CHOOSE, (of_groups,), {}, run_choose),
     ):
         for row in covering_rows(switches, rules, meets=meets):
             for number, (kernel, spec) in enumerate(launches_of(launch, row)):
@@ -214,6 +219,31 @@ def run_grouped(row: Row) -> None:
     scales, by = empty(3, ROWS, dtype=torch.float32), empty(GROUPS, 3, 3, dtype=torch.float32)
     with on(row["gpu"]):
         grouped_fp8.launch(codes, scales, empty(GROUPS + 1), weight, by, empty(ROWS, 320, dtype=row["dtype"]))
+
+
+CHOOSE = {
+    "experts": (256, 60, 8),
+    "topk": (2, 4),
+    "scoring": ("sigmoid", "softmax"),
+    "renormalize": BOOLEAN,
+    "groups": (1, 4),
+    "score": ("max", "top2"),
+    "bias": BOOLEAN,
+    "gpu": ("sm_90", "gfx942"),
+}
+
+
+def of_groups(groups: int, score: str) -> bool:
+    return groups > 1 or score == "max"
+
+
+def run_choose(row: Row) -> None:
+    experts, topk, groups = row["experts"], row["topk"], row["groups"]
+    choice = Choice(topk, row["scoring"], row["renormalize"], groups, max(1, groups // 2), row["score"], 2.5)
+    logits, weights = empty(ROWS, experts, dtype=torch.float32), empty(ROWS, topk, dtype=torch.float32)
+    bias = empty(experts, dtype=torch.float32) if row["bias"] else None
+    with on(row["gpu"]):
+        choose_kernel.launch(logits, bias, empty(ROWS, topk), weights, choice)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -7,7 +7,7 @@ Every router here is one formula with parts switched on or off::
     s = softmax(W x)  or  sigmoid(W x)                         scores, [E]
     c = s + b                                                  are compared; b is the correction bias, or zero
     c = -inf outside the best topk_groups of N groups          by the best, or the sum of the best two, c of the group
-    ids = the K largest c                                      ties: as torch.topk breaks them
+    ids = the K largest c                                      of equal ones the lower id first
     w = s[ids], then / sum(w) if renormalize, then * scaling_factor
 
 =================  ============================================================================================
@@ -35,12 +35,11 @@ from moelink.arguments import describe
 from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 from moelink.nn.experts import as_group, grouped_matmul
 from moelink.nn.parameters import ROUTER, KeepsBuffers, draw
-from moelink.rows.batch_invariant import sigmoid
+from moelink.rows.choose import Choice, choose
+from moelink.rows.wide_product import wide_product
 
 Scoring = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
-
-_TINY = 1e-20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +55,8 @@ class RouterConfig:
         topk_groups: groups that a token may choose from.
         group_score: the score of a group: its best expert's, or the sum of its best two.
         scaling_factor: factor of the weights, applied last.
-        batch_invariant: ids and the bits of weights do not depend on other tokens. Of equal scores the lower id comes
-            first; tokens are bf16, fp16 or fp32.
+        batch_invariant: logits, and with them ids and the bits of weights, do not depend on other tokens, which are
+            bf16, fp16 or fp32.
     """
 
     scoring: Scoring = "softmax"
@@ -118,42 +117,24 @@ def route(logits: Tensor, config: RouterConfig, *, topk: int, correction_bias: T
     >>> route(logits, RouterConfig(correction_bias=True), topk=2, correction_bias=bias).topk_ids
     tensor([[3, 1]], dtype=torch.int32)
     """
-    to_scores = sigmoid if config.batch_invariant else torch.sigmoid
-    scores = logits.softmax(-1) if config.scoring == "softmax" else to_scores(logits)
-    compared = scores.detach()
-    if correction_bias is not None:
-        compared = compared + correction_bias
-    if config.num_groups > 1:
-        compared = _limit_groups(compared, config)
-    ids = _largest(compared, topk, config)
-    weights = scores.gather(1, ids)
-    if config.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-    return Routing(topk_ids=ids.int(), topk_weights=weights * config.scaling_factor, logits=logits)
-
-
-def _largest(values: Tensor, count: int, config: RouterConfig) -> Tensor:
-    """Indices [T, count] of the largest ``values`` of each row."""
-    if config.batch_invariant:  # torch.topk does not say which of equal values it takes
-        return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-    return values.topk(count, dim=-1).indices
-
-
-def _limit_groups(compared: Tensor, config: RouterConfig) -> Tensor:
-    """``compared`` with -inf in the groups that a token may not choose from."""
-    tokens, experts = compared.shape
-    grouped = compared.view(tokens, config.num_groups, experts // config.num_groups)
-    if config.group_score == "top2":
-        group_scores = grouped.topk(2, dim=-1).values.sum(-1)
-    else:
-        group_scores = grouped.amax(-1)
-    best = _largest(group_scores, config.topk_groups, config)
-    barred = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
-    return grouped.masked_fill(barred[:, :, None], float("-inf")).view(tokens, experts)
+    config.validate_sizes(num_experts=logits.shape[1], topk=topk)
+    if logits.dtype not in (torch.float32, torch.float64):
+        raise ArgumentError("logits", "fp32 or fp64", logits.dtype)
+    bias = None if correction_bias is None else correction_bias.to(logits.dtype)
+    choice = Choice(
+        topk, config.scoring, config.renormalize, config.num_groups, config.topk_groups, config.group_score,
+        config.scaling_factor,
+    )  # fmt: skip
+    ids, weights = choose(logits, bias, choice)
+    return Routing(topk_ids=ids, topk_weights=weights, logits=logits)
 
 
 class Router(KeepsBuffers):
-    """A linear map to logits in fp32 (fp64 for fp64 tokens), also under autocast, then :func:`route`.
+    """A linear map to logits, then :func:`route`.
+
+    Logits have fp32 sums of exact products (fp64 for fp64 tokens), also under autocast. On NVIDIA GPUs bf16 tokens and
+    a bf16 weight go to tensor cores as they are; all others are converted to fp32 first, so that an fp32 weight keeps
+    its precision (:mod:`moelink.rows.wide_product`).
 
     Args:
         hidden_size, num_experts, topk: H, E, K.
@@ -212,11 +193,10 @@ class Router(KeepsBuffers):
                 "one inside; call torch.compile without fullgraph=True, which leaves it out"
             )
         with torch.autocast(x.device.type, enabled=False):  # which would round the scores that decide between experts
-            x, weight = x.to(dtype), self.weight.to(dtype)
             if self.config.batch_invariant:
-                logits = grouped_matmul(x, as_group(x), weight[None], True)
+                logits = grouped_matmul(x.to(dtype), as_group(x), self.weight.to(dtype)[None], True)
             else:
-                logits = torch.nn.functional.linear(x, weight)
+                logits = wide_product(x, self.weight)
             return route(logits, self.config, topk=self.topk, correction_bias=self.correction_bias)
 
     def extra_repr(self) -> str:

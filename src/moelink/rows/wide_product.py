@@ -1,0 +1,64 @@
+"""The product of rows and a weight with fp32 sums, in which bf16 numbers stay as they are: the logits of a router.
+
+A product of two bf16 numbers is exact in fp32. So tensor cores that sum these in fp32 give what a product of converted
+numbers gives, but for the order of the sum. Torch has this as ``torch.mm(..., out_dtype=torch.float32)`` since 2.8,
+for CUDA and without a gradient. Here it is an operator whose gradient is computed from numbers converted to fp32.
+
+It is for bf16 rows and weights on NVIDIA GPUs from compute capability 8.0 on. All other numbers are converted to fp32
+(fp64 for fp64 rows) and then multiplied: fp16, since ``torch.backends.cuda.matmul.allow_fp16_accumulation`` may take it
+at its word; and an fp32 weight of bf16 rows, of which bf16 would keep 8 of 24 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x`` [R, K] times the transposed ``weight`` [N, K]: [R, N] fp32, fp64 if ``x`` is fp64. Differentiable.
+
+    >>> x, weight = torch.tensor([[1.0, 2.0**-8]]).bfloat16(), torch.ones(1, 2).bfloat16()
+    >>> wide_product(x, weight).item()    # bf16 would round it to 1
+    1.00390625
+    """
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+        return torch.ops.moelink.wide_product(x, weight)  # type: ignore[no-any-return]
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return functional.linear(x.to(dtype), weight.to(dtype))
+
+
+def has_wide_sums(device: torch.device) -> bool:
+    """Return whether torch multiplies bf16 numbers into fp32 on ``device``."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@torch.library.custom_op("moelink::wide_product", mutates_args=())
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    if has_wide_sums(x.device):
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return functional.linear(x.float(), weight.float())
+
+
+@_product.register_fake
+def _product_fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x, weight = ctx.saved_tensors
+    wants_x, wants_weight = ctx.needs_input_grad
+    with torch.autocast(grad.device.type, enabled=False):
+        dx = (grad @ weight.float()).to(x.dtype) if wants_x else None
+        dweight = (grad.t() @ x.float()).to(weight.dtype) if wants_weight else None
+    return dx, dweight
+
+
+_product.register_autograd(_backward, setup_context=_save)
