@@ -1,7 +1,7 @@
 """Compiles the kernel that chooses experts for a GPU that is not there, with the sizes of a few models.
 
-``python -m tests.rows.choose_aot sm_90`` needs TRITON_INTERPRET unset. No spills; rows are read in wide words; on NVIDIA
-one instruction reduces a warp.
+``python -m tests.rows.choose_aot sm_90`` needs TRITON_INTERPRET unset. No spills; rows are read in wide words; on
+NVIDIA one instruction reduces a warp.
 """
 
 import sys

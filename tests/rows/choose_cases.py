@@ -1,4 +1,4 @@
-"""Forms of routers, logits of all kinds, and a loop over tokens that chooses their experts one thing after the other."""
+"""Forms of routers, logits of all kinds, and a loop over tokens that chooses their experts one thing after another."""
 
 from __future__ import annotations
 

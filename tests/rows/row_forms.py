@@ -24,15 +24,13 @@ from moelink.rows import (
 )
 from moelink.rows import (
     choose_kernel,
+    grouped_fp8,
 )
 from moelink.rows import (
     dequantize_kernel as dequantize,
 )
 from moelink.rows import (
     gated_kernel as gated,
-)
-from moelink.rows import (
-    grouped_fp8,
 )
 from moelink.rows import (
     scale_rows_kernel as scale_rows,

@@ -1,4 +1,4 @@
-"""The choice of experts: the kernel against its twin bit for bit, the twin against a loop, the operator, its gradient."""
+"""The choice of experts: the kernel against its twin bit for bit, the twin against a loop, the operator, gradients."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ def test_the_example_of_the_kernel() -> None:
 def test_the_twin_is_a_loop_over_tokens(form: Form) -> None:
     x, bias = drawn(form, "normal")
     ids, weights = twin(x, bias, form.choice)
+    shifts = [0.0] * form.experts if bias is None else bias.tolist()
     for token in range(len(x)):
-        chosen, exact = choose_one(x[token].tolist(), [0.0] * form.experts if bias is None else bias.tolist(), form.choice)
+        chosen, exact = choose_one(x[token].tolist(), shifts, form.choice)
         assert ids[token].tolist() == chosen
         distance = float(x[token].max() - x[token].min()) if form.choice.scoring == "softmax" else 0.0
         assert weights[token].tolist() == pytest.approx(exact, rel=(16 + 2 * distance) * 2.0**-24, abs=0)
@@ -109,10 +110,28 @@ def test_gradients(form: Form) -> None:
 
 
 def test_the_operator_follows_the_rules_of_operators() -> None:
+    """All but what needs outputs that can be added: ids are integers."""
+    rules = ("test_schema", "test_faketensor", "test_autograd_registration")
     for scoring, renormalize in (("softmax", True), ("sigmoid", False)):
         x, bias = torch.randn(5, 12, requires_grad=True), torch.randn(12)
         choice = Choice(3, scoring, renormalize, 4, 2, "top2", 2.5)
-        torch.library.opcheck(torch.ops.moelink.choose_experts.default, (x, bias, *choice))
+        torch.library.opcheck(torch.ops.moelink.choose_experts.default, (x, bias, *choice), test_utils=rules)
+
+
+def test_it_is_one_graph_with_its_gradient() -> None:
+    x, choice = torch.randn(5, 12, requires_grad=True), Choice(3, "softmax", False, 4, 2, "top2", 2.5)
+
+    def loss(logits: Tensor) -> tuple[Tensor, Tensor]:
+        ids, weights = choose(logits, None, choice)
+        return weights.square().sum(), ids
+
+    results = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        value, ids = function(x)
+        (grad,) = torch.autograd.grad(value, x)
+        results.append((value, ids, grad))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])

@@ -17,7 +17,8 @@ Guarantees, in fp32:
   depend on other tokens. (Which NaN a NaN is, is unspecified.) Every operation is rounded once, none is fused; the
   exponential is that of :mod:`moelink.rows.activation`, but zero below -80. Sums are of multiples of 2**-40, as
   integers, so they have no order. Scores that are to be renormalised are first divided by the largest of them.
-* Weights are within 6 ulp of the exact ones of these logits, if these are above 2**-100 of the largest score.
+* The relative error of a weight is at most 16 * 2**-24, and for a softmax 2 * d * 2**-24 more, where d is the largest
+  distance of a logit from the largest one; if all its scores are above 2**-115.
 * Of equal numbers the lower id comes first. NaN is larger than any other number; -0 equals 0. A group that is not
   chosen lends no expert, also where all others have -inf.
 * A token with NaN among its logits, or for softmax +inf, or -inf alone, has NaN for weights: all of them if they are
@@ -96,7 +97,8 @@ def twin(logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, T
         if choice.renormalize:
             weights = weights / weights.amax(-1, keepdim=True).clamp(min=LEAST)
     elif choice.renormalize:
-        weights = _power(chosen - _finite(chosen.amax(-1, keepdim=True)) - (0 if highest is None else highest - highest))
+        distance = chosen - _finite(chosen.amax(-1, keepdim=True))
+        weights = _power(distance if highest is None else distance - (highest - highest))
     else:
         weights = _power(chosen - highest) / total
     if choice.renormalize:

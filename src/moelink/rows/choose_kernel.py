@@ -4,10 +4,11 @@ A step is TOKENS tokens, each of which has a row of P = NUM_GROUPS' * SIZE' plac
 p is expert ``p // SIZE' * SIZE + p % SIZE'``, so lower places are lower ids. Other places have no expert.
 :mod:`moelink.rows.common_kernel` says which steps a program has.
 
-What is compared becomes a *key*: fp32 bits as int32, made to have the order of the numbers, with the largest integer for
-NaN. The lowest integer stands for places that cannot be chosen: those without an expert, of groups that are not chosen,
-and those that are chosen already. Then each expert is two reductions of integers: the largest key, and the first place
-that has it. A group is chosen if fewer than TOPK_GROUPS others are better, which compares all groups at once.
+What is compared becomes a *key*: fp32 bits as int32, made to have the order of the numbers, with the largest integer
+for NaN. The lowest integer stands for places that cannot be chosen: those without an expert, of groups that are not
+chosen, and those that are chosen already. Then each expert is two reductions of integers: the largest key, and the
+first place that has it. A group is chosen if fewer than TOPK_GROUPS others are better, which compares all groups at
+once.
 
 The arithmetic is that of :mod:`moelink.rows.choose`, bit for bit.
 
@@ -138,8 +139,8 @@ def without_barred(key, S: tl.constexpr, G: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "topk"])
 def choose_experts_kernel(logits, bias, ids, weights, tokens, topk, S: tl.constexpr):
-    """See the module. ``topk`` is S.TOPK, as a value: a loop of known length would be unrolled, and a launch of few tokens
-    fetches every instruction once."""
+    """See the module. ``topk`` is S.TOPK, as a value: a loop of known length would be unrolled, and a launch of few
+    tokens fetches every instruction once."""
     G: tl.constexpr = next_power_of_2(S.NUM_GROUPS)
     SIZE: tl.constexpr = next_power_of_2(S.SIZE)
     place = tl.arange(0, G * SIZE)[None, :]
@@ -212,6 +213,6 @@ def launch(
         HAS_BIAS=bias is not None, RENORMALIZE=choice.renormalize, FACTOR=choice.scaling_factor, TOKENS=at_once,
     )  # fmt: skip
     common.launch(
-        choose_experts_kernel, (logits, bias, ids, weights, tokens, choice.topk), constants, triton.cdiv(tokens, at_once),
-        absent=logits, per_sm=32, num_warps=1,
+        choose_experts_kernel, (logits, bias, ids, weights, tokens, choice.topk), constants,
+        triton.cdiv(tokens, at_once), absent=logits, per_sm=32, num_warps=1,
     )  # fmt: skip

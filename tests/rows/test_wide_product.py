@@ -1,0 +1,91 @@
+"""Logits of a router: bf16 numbers into fp32 sums, other numbers converted first."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from moelink.nn import Router
+from moelink.rows import wide_product as module
+from moelink.rows.wide_product import wide_product
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def drawn(dtype: torch.dtype, seed: int, *shape: int) -> Tensor:
+    """Numbers of a dtype, with a gradient."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+@pytest.mark.quick("milliseconds each")
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_are_wide_and_no_number_is_rounded_before(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    x, weight = drawn(dtype, 0, 5, 24), drawn(weight_dtype, 1, 7, 24)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    got = wide_product(x, weight)
+    assert got.dtype == wide
+    exact = x.double() @ weight.double().t()
+    narrowed = weight_dtype == torch.float64 and wide == torch.float32
+    terms = x.double().abs() @ weight.double().abs().t()
+    assert bool(((got - exact).abs() <= terms * (2.0**-22 if wide == torch.float32 or narrowed else 2.0**-50)).all())
+    got.square().sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert (x.grad.dtype, weight.grad.dtype) == (dtype, weight_dtype)
+
+
+def test_the_operators_gradient_is_that_of_converted_numbers() -> None:
+    """On CPUs, where the operator converts too; and autocast around it changes nothing."""
+    results = []
+    for function in (torch.ops.moelink.wide_product, lambda x, w: torch.nn.functional.linear(x.float(), w.float())):
+        x, weight = drawn(torch.bfloat16, 0, 5, 24), drawn(torch.bfloat16, 1, 7, 24)
+        out = function(x, weight)
+        grads = torch.autograd.grad(out.square().sum(), (x, weight))
+        results.append((out, *grads))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2.0**-7 if got.dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+    x, weight = drawn(torch.bfloat16, 0, 5, 24), drawn(torch.bfloat16, 1, 7, 24)
+    loss = torch.ops.moelink.wide_product(x, weight).square().sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        grads = torch.autograd.grad(loss, (x, weight))
+    assert all(map(torch.equal, grads, results[0][1:]))
+
+
+def test_the_operator_follows_the_rules_of_operators() -> None:
+    args = drawn(torch.bfloat16, 0, 5, 24), drawn(torch.bfloat16, 1, 7, 24)
+    rules = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(torch.ops.moelink.wide_product.default, args, test_utils=rules)
+
+
+def test_where_torch_has_wide_sums() -> None:
+    """NVIDIA from 8.0 on."""
+    cuda = torch.device("cuda")
+    assert not module.has_wide_sums(torch.device("cpu"))
+    for capability, hip, has in (
+        ((9, 0), None, True), ((8, 0), None, True), ((7, 5), None, False), ((9, 4), "6.4", False),
+    ):  # fmt: skip
+        with (
+            mock.patch.object(torch.cuda, "get_device_capability", lambda device, found=capability: found),
+            mock.patch.object(torch.version, "hip", hip),
+        ):
+            assert module.has_wide_sums(cuda) == has
+
+
+def test_a_router_converts_no_weight_that_it_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's product gets bf16 rows and weights as they are; here a stand-in for it, since CPUs have none."""
+    seen = []
+
+    def mm(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+        seen.append((x.dtype, weight.dtype, out_dtype))
+        return x.float() @ weight.float()
+
+    router, x = Router(24, 8, topk=2, dtype=torch.bfloat16), drawn(torch.bfloat16, 0, 5, 24)
+    expected = router(x).logits
+    monkeypatch.setattr(module, "has_wide_sums", lambda device: True)
+    monkeypatch.setattr(torch, "mm", mm)
+    assert torch.equal(torch.ops.moelink.wide_product(x, router.weight), expected)
+    assert seen == [(torch.bfloat16, torch.bfloat16, torch.float32)]
