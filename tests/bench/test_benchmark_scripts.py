@@ -253,6 +253,19 @@ def test_a_sweep_rotates_inputs_and_closes_what_it_opened(monkeypatch: pytest.Mo
             ep.check()
 
 
+def test_the_router_is_timed_after_it_was_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On CPUs the chain of operators chooses the same experts as the twin; a wrong choice would end with 1."""
+    sizes = "--device cpu --models mixtral deepseek-v3 --tokens 1 3 --samples 1"
+    assert main_of("router")([*sizes.split(), "--out", str(tmp_path / "router.json")]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found = json.loads((tmp_path / "router.json").read_text())
+    assert (found["rows"], found["gate"]) == (rows, "passed")
+    assert [(row["model"], row["tokens"]) for row in rows] == [
+        ("mixtral", 1), ("mixtral", 3), ("deepseek-v3", 1), ("deepseek-v3", 3),
+    ]  # fmt: skip
+    assert all(row["same_ids"] == 1 and row["bits_of_twin"] and row["router_us"] > 0 for row in rows)
+
+
 def test_multiplications_with_additions_round_once() -> None:
     """Against exact fractions, and where rounding to fp64 in between would land on the middle of two fp32."""
     fma = quotients.fma

@@ -150,6 +150,7 @@ NOT_COMPARED = {
     "roles": KERNEL,
     "moelink bench roles": KERNEL,
     "launchers": KERNEL,
+    "router": KERNEL,
     "host_time": HOST,
     "ops_overhead": HOST,
     "quotients": "counts of roundings, no time",

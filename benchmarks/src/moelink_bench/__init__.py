@@ -11,6 +11,7 @@ moelink_bench.NAME``:
 * ``roles``: the kernels of two source trees against each other, role by role, on one device (the preset ``roles``, of
   ``roles_preset``, measures one tree and FlashInfer)
 * ``experts``: grouped products of experts in bf16 and in fp8, and launch settings of the fp8 kernel
+* ``router``: a router's choice of experts against a chain of torch operators, and the router as a whole
 * ``launchers``: the launchers of ``moelink.contract`` against a communicator
 * ``frameworks``: dispatchers of frameworks against moelink's
 * ``generate``: prefill and decode of a transformers model, with its own expert parallelism and with moelink

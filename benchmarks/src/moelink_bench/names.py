@@ -31,6 +31,7 @@ SCRIPTS: Mapping[str, str] = MappingProxyType({
     "quotients": "Count the corrections that a quotient of a bf16 element by an fp32 scale needs.",
     "render": "Write the tables of README.md and docs that show results.",
     "roles": "Compare the kernels of two source trees, role by role, on one device.",
+    "router": "Time a router's choice of experts, and the router as a whole.",
     "serve": "Serve a tiny model with vLLM on two CPU ranks over moelink, and compare it with one process.",
     "sweep": "Time launch settings of the symmetric kernels, or pairs of calls; by torchrun.",
 })  # fmt: skip
