@@ -48,11 +48,13 @@ class Model:
     config: RouterConfig
 
 
-MODELS = MappingProxyType({
-    "qwen3": Model(2048, 128, 8, RouterConfig()),
-    "deepseek-v3": Model(7168, 256, 8, DEEPSEEK_V3),
-    "mixtral": Model(4096, 8, 2, RouterConfig()),
-})
+MODELS = MappingProxyType(
+    {
+        "qwen3": Model(2048, 128, 8, RouterConfig()),
+        "deepseek-v3": Model(7168, 256, 8, DEEPSEEK_V3),
+        "mixtral": Model(4096, 8, 2, RouterConfig()),
+    }
+)
 
 
 def chain(logits: Tensor, bias: Tensor | None, model: Model) -> tuple[Tensor, Tensor]:
@@ -129,7 +131,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, save: Save) -> int:
     """Measure, print a line a row, and save the result. Returns 1 where kernel and twin differ."""
-    device, begin, rows = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu"), time.monotonic(), []
+    device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+    begin, rows = time.monotonic(), []
     with torch.no_grad():
         for row in rows_of(args, device):
             print(json.dumps(row), flush=True)
