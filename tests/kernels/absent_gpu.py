@@ -9,6 +9,10 @@ from unittest import mock
 
 import torch
 
+from moelink.kernels.launch.device import has_native_casts
+from moelink.rows.common_kernel import sms_of
+from moelink.rows.grouped_fp8 import launches_of
+
 CAPABILITIES = {"sm_90": (9, 0), "sm_89": (8, 9), "sm_100": (10, 0), "gfx942": (9, 4)}
 """Of each GPU the compute capability, as torch tells it."""
 SMS = 132
@@ -22,5 +26,12 @@ def on(gpu: str) -> Iterator[None]:
         "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=SMS),
     }  # fmt: skip
     hip = "6.4" if gpu.startswith("gfx") else None
+    known = has_native_casts, launches_of, sms_of
     with mock.patch.multiple(torch.cuda, **told), mock.patch.object(torch.version, "hip", hip):
-        yield
+        try:
+            for each in known:
+                each.cache_clear()
+            yield
+        finally:
+            for each in known:
+                each.cache_clear()

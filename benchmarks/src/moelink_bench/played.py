@@ -15,6 +15,7 @@ import ctypes
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,25 +24,70 @@ import torch
 from torch import Tensor
 
 import moelink
-from moelink.kernels.launch import constants
+from moelink.kernels.launch import constants, row_launch
 from moelink.kernels.launch.arguments import flat_addresses, key_of
 from moelink.kernels.launch.direct import DirectKernel, Driver, ParameterLayout
 from moelink.kernels.launch.launcher import OWN_ADDRESSES, CompiledKernel, Launcher
+from moelink.kernels.launch.row_launch import PreparedRows, RowLauncher
+from moelink.rows import common_kernel, eager
 from moelink.transports.symmetric import plans
 from moelink.transports.symmetric.fast_path import SymmetricFastPath
 
 
 def _nothing() -> Any:
-    """Return a C function that takes what a launch takes and returns 0: to compare as many bytes as the third argument
-    says, which is null."""
-    return ctypes.CDLL(None).memcmp
+    """Return a C function that takes what a launch takes and returns 0: whether its first two arguments are equal."""
+    return ctypes.CDLL(None).pthread_equal
 
 
 class PlayedDriver:
     """libcuda, as far as launches need it."""
 
     def __init__(self) -> None:
-        self.cuLaunchKernelEx = _nothing()
+        self.cuLaunchKernelEx = self.cuTensorMapEncodeTiled = _nothing()
+
+
+class PlayedRowsDriver(Driver):
+    """The driver of a kernel on rows, whose parameters have ``sizes``."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(PlayedDriver())
+        self.encode_map = lambda *_: 0
+        self._sizes = sizes
+
+    def parameters(self, function: int) -> list[tuple[int, int]]:
+        """See :class:`Driver`."""
+        return [(0, size) for size in self._sizes]
+
+
+def prepared_rows(arguments: Sequence[Any]) -> PreparedRows:
+    """Return the prepared form of a kernel on rows that was compiled for ``arguments``."""
+    kinds, sizes, maps = {}, [], []
+    for number, argument in enumerate(arguments):
+        if isinstance(argument, row_launch.Block):
+            kinds[f"a{number}"] = "tensordesc<fp8e4nv[64,128]>"
+            sizes += (128, 4, 4, 8, 8)
+            maps.append({"swizzle": 3, "elem_size": 1, "elem_type": 0, "block_size": [64, 128], "fp4_padded": False})
+        else:
+            kinds[f"a{number}"] = "i32" if isinstance(argument, int) else "*i8"
+            sizes.append(4 if isinstance(argument, int) else 8)
+    metadata = SimpleNamespace(
+        num_ctas=1, launch_cooperative_grid=False, launch_pdl=False, global_scratch_size=0, profile_scratch_size=0,
+        name="played", tensordesc_meta=maps,
+    )  # fmt: skip
+    source = SimpleNamespace(signature=kinds)
+    loaded = SimpleNamespace(metadata=metadata, src=source, packed_metadata=(4, 1, 0), function=7)
+    made = PreparedRows.of(loaded, arguments, PlayedRowsDriver([*sizes, 8, 8]))
+    assert made is not None
+    return made
+
+
+CARD = torch.device("cuda", 0)
+ROW_LAUNCH = RowLauncher.launch
+
+
+def _launch_rows(launcher: RowLauncher, *given: Any, device: torch.device, **options: Any) -> None:
+    """Stand for :meth:`RowLauncher.launch`, with the device that is played."""
+    ROW_LAUNCH(launcher, *given, device=CARD, **options)
 
 
 def _direct(records: Any, numbers: Any) -> DirectKernel:
@@ -79,6 +125,12 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
             mock.patch.object(Launcher, "launch", _launch),
             mock.patch.object(Launcher, "preparing", nullcontext),
             mock.patch.object(torch.cuda, "current_device", _current_device),
+            mock.patch.object(eager, "takes_kernels", lambda tensor: True),
+            mock.patch.object(row_launch, "is_interpreted", lambda: False),
+            mock.patch.object(row_launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=abs))),
+            mock.patch.object(RowLauncher, "launch", _launch_rows),
+            mock.patch.object(RowLauncher, "_prepare", lambda _, kernel, given, *options: prepared_rows(given)),
+            mock.patch.object(common_kernel, "row_launcher", cache(RowLauncher)),
         ):
             stack.enter_context(patch)
         ep = stack.enter_context(moelink.init(**options, transport="symmetric", device="cpu"))

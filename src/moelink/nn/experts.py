@@ -115,10 +115,10 @@ def grouped_matmul(rows: Tensor, row_offsets: Tensor, weight: Tensor, batch_inva
         return torch.ops.moelink.matmul_by_group(rows, row_offsets, weight, True)  # type: ignore[no-any-return]
     # The plain loop makes zeros of the rows that do not exist, and of their gradients.
     if _fits_grouped_mm(rows, weight) and not looks_for_nan():
-        if _leaves_empty_groups(rows.device):
+        if torch.is_grad_enabled() and _leaves_empty_groups(rows.device):
             weight = _ZeroGradWithoutRows.apply(weight, row_offsets)  # type: ignore[no-untyped-call]
         out = torch._grouped_mm(rows.contiguous(), weight.transpose(1, 2), offs=row_offsets[1:])
-        return _ContiguousGrad.apply(out)  # type: ignore[no-any-return, no-untyped-call]
+        return out if not out.requires_grad else _ContiguousGrad.apply(out)  # type: ignore[no-any-return, no-untyped-call]
     return torch.ops.moelink.matmul_by_group(rows, row_offsets, weight)  # type: ignore[no-any-return]
 
 

@@ -20,6 +20,7 @@ from moelink.nn.owned import Ownership
 from moelink.nn.parameters import KeepsBuffers
 from moelink.nn.placement import Placement, PlacementMap
 from moelink.routing import ExpertMap
+from moelink.rows import eager
 
 KIND = "expert_load"
 SCHEMA_VERSION = 1
@@ -65,7 +66,6 @@ class LoadStats:
         return max(load) * len(load) / sum(load) if sum(load) else 1.0
 
 
-@torch.library.custom_op("moelink::count_experts", mutates_args=("total", "recent"))
 def _count(total: Tensor, recent: Tensor, step: Tensor, topk_ids: Tensor) -> None:
     """Count ids in ``total`` and the row of ``step``. An operator, because compiled code asks at run time."""
     if torch._C._current_graph_task_id() != -1:  # as torch.utils.checkpoint asks
@@ -78,7 +78,8 @@ def _count(total: Tensor, recent: Tensor, step: Tensor, topk_ids: Tensor) -> Non
     recent.view(-1).scatter_add_(0, ids + step % steps * experts, routed)
 
 
-_count.register_fake(lambda *_: None)
+_operator = torch.library.custom_op("moelink::count_experts", _count, mutates_args=("total", "recent"))
+_operator.register_fake(lambda *_: None)
 
 
 class LoadMeter(KeepsBuffers):
@@ -124,7 +125,8 @@ class LoadMeter(KeepsBuffers):
     def record(self, topk_ids: Tensor) -> None:
         """Count ``topk_ids`` of any shape; -1 counts for nothing, and neither does a call from within a backward, which
         is the recomputation of activation checkpointing."""
-        _count(self.total, self.recent, self.step, topk_ids)
+        counters = (self.total, self.recent, self.step)
+        eager.run(torch.ops.moelink.count_experts, _count, None, *counters, topk_ids)
 
     @torch.no_grad()
     def next_step(self) -> None:

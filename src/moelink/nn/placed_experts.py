@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.errors import UnsupportedError
+from moelink.formats import get_format
 from moelink.nn.block_quantized import BlockQuantized, check_product, quantize_weight
 from moelink.nn.checkpoint import refuse_plain_checkpoints
 from moelink.nn.expert_backends import multiply
@@ -21,7 +22,8 @@ from moelink.nn.owned import Ownership, Wrapping, share_of_gradient
 from moelink.nn.parameters import EXPERTS, SHARED, KeepsBuffers, KnowsRows, draw
 from moelink.nn.placement import Placement
 from moelink.routing import ExpertMap
-from moelink.rows.activation import Clamp, silu_and_quantize
+from moelink.rows import eager
+from moelink.rows.activation import Clamp, quantize_activation
 from moelink.rows.gated import known_activation
 
 INNER_FORMAT = "fp8_block128"
@@ -208,10 +210,11 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
             ArgumentError: a shape, dtype or device does not fit.
             UnsupportedError: backend "torch" inside of a CUDA graph's capture.
         """
-        check_product(codes, scales, row_offsets, BlockQuantized(self.gate_up_proj, self.gate_up_scales), self.dtype)
-        return torch.ops.moelink.quantized_experts(  # type: ignore[no-any-return]
-            codes, scales, row_offsets, self.gate_up_proj, self.gate_up_scales, self.down_proj, self.down_scales,
-            self.backend, self._clamp, self.dtype,
+        gate_up, gate_up_scales = self.gate_up_proj, self.gate_up_scales
+        check_product(codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), self.dtype)
+        return eager.run(  # type: ignore[no-any-return]
+            torch.ops.moelink.quantized_experts, _quantized_experts, None, codes, scales, row_offsets, gate_up,
+            gate_up_scales, self.down_proj, self.down_scales, self.backend, self._clamp, self.dtype,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -239,7 +242,6 @@ def refuse_gradients(
         )
 
 
-@torch.library.custom_op("moelink::quantized_experts", mutates_args=())
 def _quantized_experts(
     codes: Tensor,
     scales: Tensor,
@@ -253,18 +255,22 @@ def _quantized_experts(
     dtype: torch.dtype,
 ) -> Tensor:
     rows = codes.shape[0]
-    between = torch.empty(rows, gate_up.shape[1], dtype=dtype, device=codes.device)
-    out = torch.empty(rows, down.shape[1], dtype=dtype, device=codes.device)
+    between = codes.new_empty(rows, gate_up.shape[1], dtype=dtype)
+    out = codes.new_empty(rows, down.shape[1], dtype=dtype)
     if not rows:
         return out
     multiply(backend, codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), between)
-    inner = silu_and_quantize(between, row_offsets, format=INNER_FORMAT, clamp=Clamp(*clamp) if clamp else None)
-    assert inner.scales is not None
-    multiply(backend, inner.tokens, inner.scales, row_offsets, BlockQuantized(down, down_scales), out)
+    bounds = Clamp(*clamp) if clamp else None
+    inner, inner_scales = quantize_activation(between, row_offsets, get_format(INNER_FORMAT), bounds)
+    multiply(backend, inner, inner_scales, row_offsets, BlockQuantized(down, down_scales), out)
     return out
 
 
-@_quantized_experts.register_fake
 def _quantized_experts_fake(codes: Tensor, *given: Any) -> Tensor:
     down, dtype = given[4], given[-1]
     return codes.new_empty(codes.shape[0], down.shape[1], dtype=dtype)
+
+
+torch.library.custom_op("moelink::quantized_experts", _quantized_experts, mutates_args=()).register_fake(
+    _quantized_experts_fake
+)

@@ -32,6 +32,7 @@ from torch import Tensor
 from moelink.arguments import check_tensor
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.formats import Format, get_format
+from moelink.rows import eager
 
 Implementation = Literal["auto", "torch", "triton"]
 
@@ -150,15 +151,34 @@ def silu_and_quantize(
     elif layout is not None:
         scales_offsets = layout.scales_offsets(row_offsets)
     tokens, scales = _outputs(fmt, x, num_groups, out)
-    if implementation == "triton" or (implementation == "auto" and x.is_cuda):
-        from moelink.rows import activation_kernel as kernel
-
+    result = ActivationOutput(tokens, scales, scales_offsets)
+    if implementation == "triton" or (implementation == "auto" and eager.takes_kernels(x)):
         _check_kernel(fmt, x.device)
-        pair = None if clamp is None else (float(clamp.alpha), float(clamp.limit))
-        kernel.launch(x, row_offsets, tokens, scales, scales_offsets, input_scales, fmt, pair)
+        _launch(x, row_offsets, result, input_scales, fmt, clamp)
     else:
         _run_twin(x, row_offsets, tokens, scales, input_scales, fmt, clamp)
-    return ActivationOutput(tokens, scales, scales_offsets)
+    return result
+
+
+def quantize_activation(x: Tensor, row_offsets: Tensor, fmt: Format, clamp: Clamp | None) -> tuple[Tensor, Tensor]:
+    """:func:`silu_and_quantize` to a built-in format with scales and without tiles, of arguments that fit."""
+    tokens, scales = _outputs(fmt, x, row_offsets.shape[0] - 1, None)
+    assert scales is not None
+    if eager.takes_kernels(x):
+        _launch(x, row_offsets, ActivationOutput(tokens, scales, None), None, fmt, clamp)
+    else:
+        _run_twin(x, row_offsets, tokens, scales, None, fmt, clamp)
+    return tokens, scales
+
+
+def _launch(
+    x: Tensor, row_offsets: Tensor, out: ActivationOutput, input_scales: Tensor | None, fmt: Format,
+    clamp: Clamp | None,
+) -> None:  # fmt: skip
+    from moelink.rows import activation_kernel as kernel
+
+    pair = None if clamp is None else (float(clamp.alpha), float(clamp.limit))
+    kernel.launch(x, row_offsets, out.tokens, out.scales, out.scales_offsets, input_scales, fmt, pair)
 
 
 def _check(
@@ -191,18 +211,19 @@ def _check(
 def _outputs(fmt: Format, x: Tensor, num_groups: int, out: ActivationOutput | None) -> tuple[Tensor, Tensor | None]:
     """``tokens`` and ``scales`` to fill for rows ``x``: those of ``out``, or new ones."""
     rows, hidden, layout = x.shape[0], x.shape[1] // 2, fmt.scale_layout
-    kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    kinds["tokens"] = (rows, fmt.payload_width(hidden)), fmt.payload_dtype
+    tokens = (rows, fmt.payload_width(hidden)), fmt.payload_dtype
+    scales = None
     if layout is not None and fmt.scale_dtype is not None:
-        kinds["scales"] = layout.shape(rows, fmt.scale_width(hidden), num_groups), fmt.scale_dtype
+        scales = layout.shape(rows, fmt.scale_width(hidden), num_groups), fmt.scale_dtype
     if out is None:
-        found = {name: torch.empty(shape, dtype=dtype, device=x.device) for name, (shape, dtype) in kinds.items()}
-        return found["tokens"], found.get("scales")
+        made = x.new_empty(tokens[0], dtype=tokens[1])
+        return made, None if scales is None else x.new_empty(scales[0], dtype=scales[1])
     if not isinstance(out, ActivationOutput):
         raise ArgumentError("out", "an ActivationOutput", type(out).__name__)
-    for name, (shape, dtype) in kinds.items():
-        check_tensor(f"out.{name}", getattr(out, name), shape=shape, dtypes=(dtype,), device=x.device)
-    return out.tokens, out.scales if "scales" in kinds else None
+    for name, kind in (("tokens", tokens), ("scales", scales)):
+        if kind is not None:
+            check_tensor(f"out.{name}", getattr(out, name), shape=kind[0], dtypes=(kind[1],), device=x.device)
+    return out.tokens, None if scales is None else out.scales
 
 
 def _check_kernel(fmt: Format, device: torch.device) -> None:

@@ -22,6 +22,8 @@ row    gate             up              out
 With GS = 4, so W = 1, and NG = 1, the 3 rows are 3 steps: program 0 of 2 does rows 0 and 2, program 1 row 1.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -156,22 +158,32 @@ def launch(
     Arguments are taken as ``moelink.activation`` has checked them. ``clamp`` is (alpha, limit). ``block``: elements of
     a step; ``num_programs``: at most 8 for each SM; ``native``: use the device's narrow conversions.
     """
-    codec, hidden, num_groups = fmt.codec(), x.shape[1] // 2, row_offsets.shape[0] - 1
-    if not x.shape[0] or not num_groups:
+    (rows, columns), num_groups = x.shape, row_offsets.shape[0] - 1
+    if not rows or not num_groups:
         return
-    group = common.group_elements(fmt, hidden)
-    per_step = triton.next_power_of_2(max(1, (block or common.step_elements(x.device)) // group))
-    alpha, limit = clamp or (1.0, 1.0)
-    constants = RowConstants(
-        **common.format_constants(fmt, hidden, num_groups, group, per_step), CODE_FN=codec.encode,
-        SCALE_LAYOUT="" if fmt.scale_layout is None else fmt.scale_layout.name,
-        HAS_INPUT_SCALE=input_scales is not None, KIND="clamped" if clamp else "silu", ALPHA=alpha, LIMIT=limit,
-        NATIVE_CASTS=has_native_casts(x.device) if native is None else native, TAIL_TILES=16 if x.is_cuda else 64,
-    )  # fmt: skip
+    device = x.device
+    native, elements = has_native_casts(device) if native is None else native, block or common.step_elements(device)
+    form = _form(fmt, columns // 2, num_groups, clamp, input_scales is not None, elements, native, x.is_cuda)
     common.launch(
         silu_and_quantize_kernel,
-        (x, row_offsets, input_scales, scales_offsets, tokens.view(common.UNSIGNED[codec.ELEMENT_BYTES]),
-         common.scale_codes(scales, fmt), x.shape[0]),
-        constants, triton.cdiv(x.shape[0] * triton.cdiv(hidden, group), per_step), absent=row_offsets,
-        num_programs=num_programs, num_warps=warps_of(group * per_step),
+        (x, row_offsets, input_scales, scales_offsets, *form.views(tokens, scales), rows),
+        form.constants, form.steps(rows), absent=row_offsets, num_programs=num_programs,
+        num_warps=warps_of(form.elements),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _form(
+    fmt: Format, hidden: int, num_groups: int, clamp: tuple[float, float] | None, has_input_scale: bool, elements: int,
+    native: bool, on_cuda: bool,
+) -> common.Form:  # fmt: skip
+    group = common.group_elements(fmt, hidden)
+    per_step = triton.next_power_of_2(max(1, elements // group))
+    alpha, limit = clamp or (1.0, 1.0)
+    constants = RowConstants(
+        **common.format_constants(fmt, hidden, num_groups, group, per_step), CODE_FN=fmt.codec().encode,
+        SCALE_LAYOUT="" if fmt.scale_layout is None else fmt.scale_layout.name,
+        HAS_INPUT_SCALE=has_input_scale, KIND="clamped" if clamp else "silu", ALPHA=alpha, LIMIT=limit,
+        NATIVE_CASTS=native, TAIL_TILES=16 if on_cuda else 64,
+    )  # fmt: skip
+    return common.Form.of(constants, fmt, hidden, group, per_step)

@@ -11,7 +11,8 @@ GS groups a row. Step s then handles the groups [s * N, s * N + N), N = GROUPS_P
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +20,8 @@ import triton.language as tl
 
 from moelink.formats.base import Format
 from moelink.formats.device import f32_to_bf16
-from moelink.kernels.launch.cache_keys import Constants, settle_cache_key
+from moelink.kernels.launch.cache_keys import Constants
+from moelink.kernels.launch.row_launch import row_launcher
 
 LAYOUTS = ("row_major", "transposed", "tiles_128x4")
 """Layouts of scales that the kernels know."""
@@ -74,6 +76,41 @@ class RowConstants(Constants):
     HAS_OUT: bool = False
     HAS_DOTS: bool = False
     BY_SLOT: bool = False
+
+
+class Form(NamedTuple):
+    """How a kernel on rows in a format is launched.
+
+    Attributes:
+        constants: of the launch.
+        groups: of a row.
+        per_step: groups of a step, which has ``elements``.
+        payload, scale: dtypes that the kernel takes payload and scales in; None for no scales.
+    """
+
+    constants: RowConstants
+    groups: int
+    per_step: int
+    elements: int
+    payload: torch.dtype
+    scale: torch.dtype | None
+
+    @classmethod
+    def of(cls, constants: RowConstants, fmt: Format, hidden: int, group: int, per_step: int) -> "Form":
+        """Return the form of rows of ``hidden`` elements in groups of ``group``."""
+        codec = fmt.codec()
+        scale = None if fmt.scale_dtype is None else torch.float32 if codec.SCALE_BYTES == 4 else torch.uint8
+        payload = UNSIGNED[codec.ELEMENT_BYTES]
+        return cls(constants, triton.cdiv(hidden, group), per_step, group * per_step, payload, scale)
+
+    def views(self, payload: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """View payload and scales as the kernel takes them."""
+        absent = scales is None or self.scale is None or scales.dtype == self.scale
+        return payload.view(self.payload), scales if absent else scales.view(self.scale)  # type: ignore[union-attr, return-value, arg-type]
+
+    def steps(self, rows: int) -> int:
+        """Return the steps of ``rows`` rows."""
+        return -(-rows * self.groups // self.per_step)
 
 
 def format_constants(fmt: Format, hidden: int, num_groups: int, group: int, per_step: int) -> dict[str, Any]:
@@ -148,11 +185,6 @@ def step_elements(device: torch.device) -> int:
     return 2048 if device.type == "cuda" else 16384
 
 
-def scale_codes(scales: torch.Tensor | None, fmt: Format) -> torch.Tensor | None:
-    """View scales as kernels take them: fp32, or else bytes."""
-    return scales if scales is None or fmt.codec().SCALE_BYTES == 4 else scales.view(torch.uint8)
-
-
 def bits(out: torch.Tensor) -> torch.Tensor:
     """View ``out`` as :func:`rounded` has its elements: bf16 as uint16."""
     return out.view(torch.uint16) if out.dtype == torch.bfloat16 else out
@@ -164,15 +196,23 @@ def launch(
 ) -> None:  # fmt: skip
     """Launch ``kernel``, compiled for ``S``, with ``arguments``, in place of those that are None the tensor ``absent``.
 
+    A call like an earlier one is cheap (:mod:`moelink.kernels.launch.row_launch`) if ``S`` is the same object: make it
+    in a function with a cache.
+
     Args:
         steps: as many as the buffers have room for.
         per_sm: the most programs of each SM; two in all if the kernel is interpreted.
         num_programs: in place of the number that follows from these.
         fused: products and sums become FMAs, with every Triton. Else each is rounded, so that bits are those of torch.
     """
+    device = absent.device
     if num_programs is None:
-        on_gpu = absent.device.type == "cuda"
-        most = per_sm * torch.cuda.get_device_properties(absent.device).multi_processor_count if on_gpu else 2
-        num_programs = max(1, min(most, steps))
+        num_programs = max(1, min(per_sm * sms_of(device) if device.type == "cuda" else 2, steps))
     given = [absent if argument is None else argument for argument in arguments]
-    settle_cache_key(kernel)[(num_programs,)](*given, S=S, enable_fp_fusion=fused, **options)
+    row_launcher().launch(kernel, given, S, num_programs, device=device, fused=fused, options=options)
+
+
+@cache
+def sms_of(device: torch.device) -> int:
+    """Return the SMs of a CUDA device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -13,6 +13,7 @@ from moelink.errors import UnsupportedError
 from moelink.formats import get_format
 from moelink.formats.plain import Plain
 from moelink.output import DispatchOutput
+from moelink.rows import eager
 from moelink.rows.scale_rows import cast_rows, count_rows, without_tail
 
 
@@ -91,9 +92,9 @@ def dequantized(
             return cast_rows(recv.tokens, recv.row_offsets, dtype)
         return fmt.dequantize(recv.tokens, None, input_scale).to(dtype)
     with torch.no_grad():
-        value = torch.ops.moelink.dequantize_rows(
-            recv.tokens, scales, recv.row_offsets, recv.scales_offsets, input_scale, fmt.name, config.hidden_size,
-            dtype, by_row=config.layout == "rank",
+        value = eager.run(
+            torch.ops.moelink.dequantize_rows, _dequantize_rows, None, recv.tokens, scales, recv.row_offsets,
+            recv.scales_offsets, input_scale, fmt.name, config.hidden_size, dtype, config.layout == "rank",
         )  # fmt: skip
     carrier = recv.handle.carrier
     if carrier is None:
@@ -101,15 +102,14 @@ def dequantized(
     return _Straight.apply(value, carrier, recv.row_offsets)  # type: ignore[no-any-return, no-untyped-call]
 
 
-@torch.library.custom_op("moelink::dequantize_rows", mutates_args=())
 def _dequantize_rows(
     tokens: Tensor, scales: Tensor, row_offsets: Tensor, scales_offsets: Tensor | None, input_scale: Tensor | None,
-    format: str, hidden_size: int, dtype: torch.dtype, *, by_row: bool = False,
+    format: str, hidden_size: int, dtype: torch.dtype, by_row: bool = False,
 ) -> Tensor:  # fmt: skip
     """``by_row``: scales are row-major in any layout of the format, as in layout "rank"."""
     fmt = get_format(format)
     out = torch.empty(tokens.shape[0], hidden_size, dtype=dtype, device=tokens.device)
-    if tokens.is_cuda:
+    if eager.takes_kernels(tokens):
         from moelink.rows import dequantize_kernel as kernel
 
         if kernel.can_dequantize(fmt):
@@ -131,7 +131,9 @@ def _dequantize_rows(
     return out
 
 
-@_dequantize_rows.register_fake
-def _dequantize_rows_fake(tokens: Tensor, *others: Any, by_row: bool = False) -> Tensor:
-    hidden_size, dtype = others[-2:]
+def _dequantize_rows_fake(tokens: Tensor, *others: Any) -> Tensor:
+    hidden_size, dtype = others[5:7]
     return tokens.new_empty(tokens.shape[0], hidden_size, dtype=dtype)
+
+
+torch.library.custom_op("moelink::dequantize_rows", _dequantize_rows, mutates_args=()).register_fake(_dequantize_rows_fake)

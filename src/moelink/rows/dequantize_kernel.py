@@ -9,6 +9,8 @@ Example: format fp8_block128, H = 256, so W = 2; row_offsets [0, 1, 2], 4 rows o
 Codes 2 and 3 of row 1's groups with scales 0.5 and 4 give 1 and 12; rows 2 and 3 are not written.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -79,21 +81,30 @@ def launch(
     ``fmt`` is one that :func:`can_dequantize` takes; ``scales`` are in its layout, with the ``scales_offsets`` of 128x4
     tiles, or row-major if ``by_row`` (layout "rank"); None for formats without.
     """
-    codec, (rows, hidden), num_groups = fmt.codec(), out.shape, row_offsets.shape[0] - 1
-    if not out.numel() or not num_groups:
+    (rows, hidden), num_groups = out.shape, row_offsets.shape[0] - 1
+    if not rows or not hidden or not num_groups:
         return
+    device = out.device
+    form = _form(
+        fmt, hidden, num_groups, by_row, input_scale is not None, common.step_elements(device), has_native_casts(device)
+    )
+    codes, scales = form.views(tokens, scales)
+    common.launch(
+        dequantize_rows_kernel, (codes, scales, row_offsets, scales_offsets, input_scale, common.bits(out), rows),
+        form.constants, form.steps(rows), absent=row_offsets,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _form(
+    fmt: Format, hidden: int, num_groups: int, by_row: bool, has_input_scale: bool, elements: int, native: bool
+) -> common.Form:
     one_scale = fmt.scale_dtype is not None and fmt.elements_per_scale(hidden) > fmt.group
     group = common.even_groups(hidden) if one_scale else common.group_elements(fmt, hidden)
-    per_step = triton.next_power_of_2(max(1, common.step_elements(out.device) // group))
+    per_step = triton.next_power_of_2(max(1, elements // group))
     constants = RowConstants(
-        **common.format_constants(fmt, hidden, num_groups, group, per_step), CODE_FN=codec.decode,
+        **common.format_constants(fmt, hidden, num_groups, group, per_step), CODE_FN=fmt.codec().decode,
         SCALE_LAYOUT="" if fmt.scale_layout is None else "row_major" if by_row else fmt.scale_layout.name,
-        ONE_SCALE=one_scale, HAS_INPUT_SCALE=input_scale is not None,
-        NATIVE_CASTS=has_native_casts(out.device),
+        ONE_SCALE=one_scale, HAS_INPUT_SCALE=has_input_scale, NATIVE_CASTS=native,
     )  # fmt: skip
-    common.launch(
-        dequantize_rows_kernel,
-        (tokens.view(common.UNSIGNED[codec.ELEMENT_BYTES]), common.scale_codes(scales, fmt), row_offsets,
-         scales_offsets, input_scale, common.bits(out), rows),
-        constants, triton.cdiv(rows * (hidden // group), per_step), absent=row_offsets,
-    )  # fmt: skip
+    return common.Form.of(constants, fmt, hidden, group, per_step)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelink.errors import ArgumentError
+from moelink.rows import eager
 from moelink.rows.activation import Clamp, bounded
 from moelink.rows.batch_invariant import sigmoid
 from moelink.rows.scale_rows import count_rows, without_tail
@@ -96,9 +97,10 @@ def gated_activation(
     if known is None:
         gate, up = gate_up.chunk(2, dim=1)
         return activation(gate) * up  # type: ignore[operator, no-any-return]
-    return torch.ops.moelink.gated_activation(  # type: ignore[no-any-return]
-        gate_up, row_offsets, known.kind, known.alpha, known.limit, batch_invariant
-    )
+    return eager.run(  # type: ignore[no-any-return]
+        torch.ops.moelink.gated_activation, _gated, _Gated, gate_up, row_offsets, known.kind, known.alpha, known.limit,
+        batch_invariant,
+    )  # fmt: skip
 
 
 def twin(gate_up: Tensor, known: GatedActivation) -> Tensor:
@@ -152,7 +154,7 @@ def _fill(
     out: Tensor, gate_up: Tensor, row_offsets: Tensor, known: tuple[Any, float, float, bool], grad: Tensor | None = None
 ) -> Tensor:
     """Store the activation, or with ``grad`` the gradient, in the rows of ``out`` that exist, and return ``out``."""
-    if gate_up.is_cuda:
+    if eager.takes_kernels(gate_up):
         from moelink.rows.gated_kernel import launch
 
         come = None if grad is None else grad.contiguous()
@@ -164,26 +166,22 @@ def _fill(
     return out
 
 
-@torch.library.custom_op("moelink::gated_activation", mutates_args=())
 def _gated(
     gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float, batch_invariant: bool = False
 ) -> Tensor:
     return _fill(_gated_fake(gate_up), gate_up, row_offsets, (kind, alpha, limit, batch_invariant))
 
 
-@torch.library.custom_op("moelink::gated_activation_gradient", mutates_args=())
 def _gradient(
     grad: Tensor, gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float, batch_invariant: bool
 ) -> Tensor:
     return _fill(_gradient_fake(grad, gate_up), gate_up, row_offsets, (kind, alpha, limit, batch_invariant), grad)
 
 
-@_gated.register_fake
 def _gated_fake(gate_up: Tensor, *_: Any) -> Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
-@_gradient.register_fake
 def _gradient_fake(grad: Tensor, gate_up: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
 
@@ -195,8 +193,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gate_up, row_offsets = ctx.saved_tensors
-    rows = torch.ops.moelink.gated_activation_gradient(grad, gate_up, row_offsets, *ctx.rest)
+    operator = torch.ops.moelink.gated_activation_gradient
+    rows = eager.run(operator, _gradient, None, grad, gate_up, row_offsets, *ctx.rest)
     return without_tail(rows, row_offsets), None, None, None, None, None
 
 
-_gated.register_autograd(_backward, setup_context=_save)
+_Gated = eager.function_of(_gated, _save, _backward)
+_operator = torch.library.custom_op("moelink::gated_activation", _gated, mutates_args=())
+_operator.register_fake(_gated_fake)
+_operator.register_autograd(_backward, setup_context=_save)
+torch.library.custom_op("moelink::gated_activation_gradient", _gradient, mutates_args=()).register_fake(_gradient_fake)

@@ -30,10 +30,13 @@ row    gate      up       out       z           dgate         dup
 =====  ========  =======  ========  ==========  ============  ==========
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
+from moelink.arith import ceil_div
 from moelink.kernels.launch.device import has_native_casts
 from moelink.rows import common_kernel as common
 from moelink.rows.common_kernel import RowConstants, bounded, number, place, rounded
@@ -119,16 +122,26 @@ def launch(
     """
     if not out.numel():
         return
-    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
-    group = min(128, inner & -inner)
-    per_step = max(1, common.step_elements(out.device) // group)
-    constants = RowConstants(
-        HIDDEN_SIZE=inner, NUM_GROUPS=row_offsets.shape[0] - 1, NATIVE_CASTS=has_native_casts(out.device),
-        DOUBLE=gate_up.dtype == torch.float64, GROUP_SIZE=group, GROUPS_PER_STEP=per_step, KIND=kind, ALPHA=alpha,
-        LIMIT=limit,
+    (rows, columns), device = gate_up.shape, out.device
+    constants, per_step = _constants(
+        columns // 2, row_offsets.shape[0] - 1, kind, alpha, limit, gate_up.dtype == torch.float64,
+        common.step_elements(device), has_native_casts(device),
     )  # fmt: skip
-    steps, given = triton.cdiv(rows * inner, group * per_step), (gate_up, row_offsets, common.bits(out), rows)
+    steps, given = ceil_div(rows * columns // 2, per_step), (gate_up, row_offsets, common.bits(out), rows)
     if grad is None:
         common.launch(gated_activation_kernel, given, constants, steps, absent=row_offsets, fused=True)
     else:
         common.launch(gated_gradient_kernel, (grad, *given), constants, steps, absent=row_offsets, fused=True)
+
+
+@lru_cache(maxsize=256)
+def _constants(
+    inner: int, num_groups: int, kind: str, alpha: float, limit: float, double: bool, elements: int, native: bool
+) -> tuple[RowConstants, int]:
+    """Return the launch constants, and the elements of a step."""
+    group = min(128, inner & -inner)
+    per_step = max(1, elements // group)
+    return RowConstants(
+        HIDDEN_SIZE=inner, NUM_GROUPS=num_groups, NATIVE_CASTS=native, DOUBLE=double, GROUP_SIZE=group,
+        GROUPS_PER_STEP=per_step, KIND=kind, ALPHA=alpha, LIMIT=limit,
+    ), group * per_step  # fmt: skip

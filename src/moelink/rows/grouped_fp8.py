@@ -36,16 +36,18 @@ with rows has 1 x 2 tiles; of 4 programs, 0 and 1 compute one each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moelink.arith import ceil_div
 from moelink.formats.device import e4m3_to_f32
 from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.device import has_native_casts, is_interpreted
+from moelink.kernels.launch.row_launch import Block
 from moelink.kernels.numeric import round_to
 from moelink.rows import common_kernel as common
 
@@ -283,32 +285,66 @@ def constants_of(tiles: Tiles, weight: torch.Size, *, operands: str, native: boo
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class OneLaunch:
+    """A launch of a product with weights of one shape.
+
+    Attributes:
+        most: rows of the groups that it serves; 0 for all groups that are larger than ``least``.
+        column_tiles: of a row of tiles.
+        operands: dtype that codes are taken in.
+        rows, columns: shapes of the blocks that a load takes; None without descriptors.
+    """
+
+    constants: GroupedConstants
+    tiles: Tiles
+    least: int
+    most: int
+    column_tiles: int
+    operands: torch.dtype
+    rows: tuple[int, int] | None
+    columns: tuple[int, int] | None
+
+
+@lru_cache(maxsize=256)
+def launches_of(settings: Settings | None, weight: torch.Size, device: torch.device) -> tuple[OneLaunch, OneLaunch]:
+    """Return the launches for groups of few rows and of many."""
+    settings, native = settings or default_settings(device), has_native_casts(device)
+    operands = "fp8" if native else "fp32" if is_interpreted() else "fp16"
+    few, most = settings.few, settings.most_few
+    each = [(few, 1, most), (settings.many, most + 1, 0)]
+    return tuple(  # type: ignore[return-value]
+        OneLaunch(
+            constants_of(tiles, weight, operands=operands, native=native), tiles, least, most,
+            ceil_div(weight[1], tiles.columns * tiles.parts), torch.float8_e4m3fn if native else torch.uint8,
+            (tiles.rows, BLOCK) if tiles.descriptors else None, (tiles.columns, BLOCK) if tiles.descriptors else None,
+        )
+        for tiles, least, most in each
+    )  # fmt: skip
+
+
 def launch(
     codes: torch.Tensor, scales: torch.Tensor, row_offsets: torch.Tensor, weight: torch.Tensor,
     weight_scales: torch.Tensor, out: torch.Tensor, settings: Settings | None = None,
 ) -> None:  # fmt: skip
     """Fill ``out`` [R, N] for the rows there are. All tensors are contiguous, of the shapes in the module's table."""
-    settings = settings or default_settings(out.device)
-    if not out.numel():
+    rows, shape = out.shape[0], weight.shape
+    if not rows or not shape[1]:
         return
-    native = has_native_casts(out.device)
-    operands = "fp8" if native else "fp32" if is_interpreted() else "fp16"
-    flat = weight.view(-1, weight.shape[2])
-    launches = [(settings.few, 1, settings.most_few)]
-    if len(codes) > settings.most_few:
-        launches.append((settings.many, settings.most_few + 1, len(codes)))
-    for tiles, least, most in launches:
-        constants = constants_of(tiles, weight.shape, operands=operands, native=native)
+    few, many = launches_of(settings, shape, out.device)
+    flat = weight.view(-1, shape[2])
+    if few.operands != codes.dtype:
+        codes, flat = codes.view(few.operands), flat.view(few.operands)
+    for one in (few, many) if rows > few.most else (few,):
+        tiles = one.tiles
+        left: Any = codes if one.rows is None else Block(codes, one.rows)
+        right: Any = flat if one.columns is None else Block(flat, one.columns)
         # A group begins at most one tile that is not full.
-        row_tiles = min(len(codes), triton.cdiv(len(codes), tiles.rows) + weight.shape[0])
-        left: Any = codes if native else codes.view(torch.uint8)
-        right: Any = flat if native else flat.view(torch.uint8)
-        if tiles.descriptors:
-            left = TensorDescriptor.from_tensor(left, [tiles.rows, BLOCK])
-            right = TensorDescriptor.from_tensor(right, [tiles.columns, BLOCK])
+        row_tiles = min(rows, ceil_div(rows, tiles.rows) + shape[0])
         # The sum over kb uses FMAs: the kernel was tuned with them, and promises no bits.
         common.launch(
-            grouped_fp8_kernel, (left, scales, row_offsets, right, weight_scales, out, len(codes), least, most),
-            constants, row_tiles * triton.cdiv(weight.shape[1], tiles.columns * tiles.parts), absent=row_offsets,
-            per_sm=tiles.programs, fused=True, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            grouped_fp8_kernel,
+            (left, scales, row_offsets, right, weight_scales, out, rows, one.least, one.most or rows),
+            one.constants, row_tiles * one.column_tiles, absent=row_offsets, per_sm=tiles.programs, fused=True,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelink.rows import eager
+
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -39,7 +41,7 @@ def cast_rows(rows: Tensor, row_offsets: Tensor, dtype: torch.dtype) -> Tensor:
         return rows
     if rows.dtype not in _FLOATS or dtype not in _FLOATS:
         return rows.to(dtype)
-    return torch.ops.moelink.cast_rows(rows, row_offsets, dtype)  # type: ignore[no-any-return]
+    return eager.run(torch.ops.moelink.cast_rows, _cast_rows, _CastRows, rows, row_offsets, dtype)  # type: ignore[no-any-return]
 
 
 def looks_for_nan() -> bool:
@@ -84,10 +86,13 @@ def row_gradients(
     if y is None and weights is None and dtype is not None:
         return cast_rows(d, row_offsets, dtype), None
     if weights is None and d.dtype == dtype:
-        _, dw = torch.ops.moelink.row_gradients(d, row_offsets, y, None, None)
-        return d, dw
-    dy, dw = torch.ops.moelink.row_gradients(d, row_offsets, y, weights, dtype)
+        return d, _gradients(d, row_offsets, y, None, None)[1]
+    dy, dw = _gradients(d, row_offsets, y, weights, dtype)
     return None if dtype is None else dy, None if y is None else dw
+
+
+def _gradients(*given: Any) -> tuple[Tensor, Tensor]:
+    return eager.run(torch.ops.moelink.row_gradients, _row_gradients, None, *given)  # type: ignore[no-any-return]
 
 
 def twin(d: Tensor, y: Tensor | None, weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -105,12 +110,11 @@ def _sum_dtype(d: Tensor) -> torch.dtype:
     return torch.float64 if d.dtype == torch.float64 else torch.float32
 
 
-@torch.library.custom_op("moelink::row_gradients", mutates_args=())
 def _row_gradients(
     d: Tensor, row_offsets: Tensor, y: Tensor | None, weights: Tensor | None, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     dy, dw = _row_gradients_fake(d, row_offsets, y, weights, dtype)
-    if d.is_cuda:
+    if eager.takes_kernels(d):
         from moelink.rows.scale_rows_kernel import launch
 
         launch(
@@ -130,12 +134,14 @@ def _row_gradients(
     return dy, dw
 
 
-@_row_gradients.register_fake
 def _row_gradients_fake(
     d: Tensor, row_offsets: Tensor, y: Tensor | None, weights: Tensor | None, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     dy = d.new_empty(0) if dtype is None else d.new_empty(d.shape, dtype=dtype)
     return dy, d.new_empty(0 if y is None else d.shape[0], dtype=_sum_dtype(d))
+
+
+torch.library.custom_op("moelink::row_gradients", _row_gradients, mutates_args=()).register_fake(_row_gradients_fake)
 
 
 @torch.library.custom_op("moelink::slot_gradients", mutates_args=("dy",))
@@ -144,7 +150,7 @@ def slot_gradients(dy: Tensor, d: Tensor, src_info: Tensor, row_offsets: Tensor,
 
     ``src_info`` [R, 3] int32 names the slot of each row in column 2. Rows from ``row_offsets[-1]`` on are not touched.
     """
-    if d.is_cuda:
+    if eager.takes_kernels(d):
         from moelink.rows.scale_rows_kernel import launch
 
         launch(d.contiguous(), row_offsets, out=dy, src_info=src_info.contiguous(), slot=slot)
@@ -159,10 +165,9 @@ def _slot_gradients_fake(dy: Tensor, d: Tensor, src_info: Tensor, row_offsets: T
     return None
 
 
-@torch.library.custom_op("moelink::cast_rows", mutates_args=())
 def _cast_rows(rows: Tensor, row_offsets: Tensor, dtype: torch.dtype) -> Tensor:
     out = rows.new_empty(rows.shape, dtype=dtype)
-    if rows.is_cuda:
+    if eager.takes_kernels(rows):
         from moelink.rows.scale_rows_kernel import launch
 
         by_rows = rows.shape[1] == 1 or rows.stride(1) == 1
@@ -173,7 +178,6 @@ def _cast_rows(rows: Tensor, row_offsets: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@_cast_rows.register_fake
 def _cast_rows_fake(rows: Tensor, row_offsets: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.new_empty(rows.shape, dtype=dtype)
 
@@ -186,7 +190,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (row_offsets,) = ctx.saved_tensors
-    return without_tail(torch.ops.moelink.cast_rows(grad, row_offsets, ctx.dtype), row_offsets), None, None
+    rows = eager.run(torch.ops.moelink.cast_rows, _cast_rows, _CastRows, grad, row_offsets, ctx.dtype)
+    return without_tail(rows, row_offsets), None, None
 
 
-_cast_rows.register_autograd(_backward, setup_context=_save)
+_CastRows = eager.function_of(_cast_rows, _save, _backward)
+_operator = torch.library.custom_op("moelink::cast_rows", _cast_rows, mutates_args=())
+_operator.register_fake(_cast_rows_fake)
+_operator.register_autograd(_backward, setup_context=_save)

@@ -30,10 +30,13 @@ row    d         weights   other     out        dots       out by slot 1 of slot
 =====  ========  ========  ========  =========  =========  ========================
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
+from moelink.arith import ceil_div
 from moelink.kernels.launch.device import has_native_casts
 from moelink.kernels.numeric import only
 from moelink.rows import common_kernel as common
@@ -88,17 +91,30 @@ def launch(
     rows, hidden = d.shape
     if not rows or not hidden:
         return
-    columns = min(_MOST_COLUMNS, triton.next_power_of_2(hidden))
-    per_step = max(1, common.step_elements(d.device) // columns)
-    constants = RowConstants(
-        HIDDEN_SIZE=hidden, NUM_GROUPS=row_offsets.shape[0] - 1, NATIVE_CASTS=has_native_casts(d.device),
-        DOUBLE=any(tensor is not None and tensor.dtype == torch.float64 for tensor in (d, weights, other, out, dots)),
-        STRIDE=d.stride(0) if rows > 1 else hidden, COLUMNS=columns, ROWS=per_step, HAS_WEIGHTS=weights is not None,
-        HAS_OUT=out is not None, HAS_DOTS=dots is not None, BY_SLOT=src_info is not None,
+    parts = (weights is not None, out is not None, dots is not None, src_info is not None)
+    constants, per_step = _constants(
+        hidden, row_offsets.shape[0] - 1, d.stride(0) if rows > 1 else hidden, parts,
+        any(tensor is not None and tensor.dtype == torch.float64 for tensor in (d, weights, other, out, dots)),
+        common.step_elements(d.device), has_native_casts(d.device),
     )  # fmt: skip
     common.launch(
         scale_rows_kernel,
         (d, other, weights, row_offsets if src_info is None else src_info, row_offsets,
          None if out is None else common.bits(out), dots, rows, slot),
-        constants, triton.cdiv(rows, per_step), absent=d,
+        constants, ceil_div(rows, per_step), absent=d,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _constants(
+    hidden: int, num_groups: int, stride: int, parts: tuple[bool, ...], double: bool, elements: int, native: bool
+) -> tuple[RowConstants, int]:
+    """Return the launch constants, and the rows of a step. ``parts``: which of weights, rows, dots and slots there
+    are."""
+    columns = min(_MOST_COLUMNS, triton.next_power_of_2(hidden))
+    per_step = max(1, elements // columns)
+    has_weights, has_out, has_dots, by_slot = parts
+    return RowConstants(
+        HIDDEN_SIZE=hidden, NUM_GROUPS=num_groups, NATIVE_CASTS=native, DOUBLE=double, STRIDE=stride, COLUMNS=columns,
+        ROWS=per_step, HAS_WEIGHTS=has_weights, HAS_OUT=has_out, HAS_DOTS=has_dots, BY_SLOT=by_slot,
+    ), per_step  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def is_interpreted() -> bool:
     return not isinstance(tl.sum, triton.JITFunction)
 
 
+@cache
 def has_native_casts(device: torch.device) -> bool:
     """Return True where the hardware's 8-bit float casts agree with the formats' arithmetic: NVIDIA, sm_89 and
     newer."""

@@ -124,6 +124,7 @@ class Driver:
         self._library = library
         self.launch = library.cuLaunchKernelEx  # without argtypes: the arguments are objects of ctypes already
         self._parameter = getattr(library, "cuFuncGetParamInfo", None)
+        self.encode_map = getattr(library, "cuTensorMapEncodeTiled", None)
 
     def parameters(self, function: int) -> list[tuple[int, int]] | None:
         """Return offset and size of each parameter of a loaded kernel, or None where the driver cannot say."""
@@ -165,6 +166,13 @@ def cuda_driver() -> Driver:
     return Driver(ctypes.CDLL("libcuda.so.1"))
 
 
+def launches_directly(metadata: Any) -> bool:
+    """Return whether a kernel with this metadata of Triton's compiler needs nothing but its parameters to be launched:
+    neither clusters, nor attributes, nor scratch memory."""
+    attributes = metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl
+    return not (attributes or metadata.global_scratch_size or metadata.profile_scratch_size)
+
+
 class DirectKernel:
     """A loaded kernel and the buffer of its parameters.
 
@@ -202,9 +210,7 @@ class DirectKernel:
         """
         metadata = loaded.metadata
         layout = ParameterLayout.of(loaded.src.signature)
-        if layout is None or metadata.num_ctas != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl:
-            return None
-        if metadata.global_scratch_size or metadata.profile_scratch_size:
+        if layout is None or not launches_directly(metadata):
             return None
         if (found := driver.parameters(int(loaded.function))) != layout.places:
             if found is not None:

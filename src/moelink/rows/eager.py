@@ -1,0 +1,52 @@
+"""Make eager calls of operators without torch's dispatcher, which takes more host time than what an operator does.
+
+An operator of ``torch.library`` serves tracers, modes of torch's dispatcher and subclasses of Tensor: these must see it
+as one call, and know its fake and its gradient. Where none of them is at work, :func:`run` calls the operator's
+implementation, or an autograd function of the same implementation and the same backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+
+_PLAIN = (Tensor, Parameter)
+
+
+def takes_kernels(tensor: Tensor) -> bool:
+    """Return whether kernels compute rows on the device of ``tensor``."""
+    return tensor.is_cuda
+
+
+def function_of(
+    body: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    """Return an autograd function of an operator's implementation and of the functions that ``register_autograd``
+    takes. It is differentiable once."""
+    parts = {"forward": body, "setup_context": setup_context, "backward": once_differentiable(backward)}
+    return type(body.__name__, (torch.autograd.Function,), {name: staticmethod(part) for name, part in parts.items()})
+
+
+def run(
+    operator: Any, body: Callable[..., Any], function: type[torch.autograd.Function] | None, *arguments: Any
+) -> Any:
+    """Call ``operator`` with ``arguments``: itself where something must see it, else by the ``function`` where a
+    tensor requires grad, else by its implementation ``body``. Without a ``function`` the operator has no gradient."""
+    if torch.compiler.is_compiling():
+        return operator(*arguments)
+    gradients, recorded = torch.is_grad_enabled(), False
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if type(argument) not in _PLAIN:
+                return operator(*arguments)
+            recorded = recorded or (gradients and argument.requires_grad)
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return operator(*arguments)
+    if recorded:
+        return operator(*arguments) if function is None else function.apply(*arguments)
+    return body(*arguments)
