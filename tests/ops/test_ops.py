@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moelink
 from moelink import ops
-from moelink.ops import library, record
+from moelink.ops import autograd, library, record
 from moelink.ops.context import REGISTRY
 from moelink.output import DispatchOutput
 from moelink.testing import assert_bitwise_equal, run_ranks
@@ -87,11 +88,23 @@ def test_opcheck(setup: dict[str, Any]) -> None:
 # --- when operators are bypassed, and what passes between both worlds -------------------------------------------------
 
 
+class Seen(TorchDispatchMode):
+    """A mode that must see operators; notes those of moelink."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names += [str(func)] if str(func).startswith("moelink.") else []
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.fixture
 def operator_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
     for name in ("dispatch", "combine"):
-        monkeypatch.setattr(library, name, noting(made, name, getattr(library, name)))
+        monkeypatch.setattr(autograd, name, noting(made, name, getattr(autograd, name)))
     return made
 
 
@@ -106,9 +119,38 @@ def test_what_nothing_differentiates_bypasses_the_operators(operator_calls: list
             ep.combine(y, recv)
         assert operator_calls == []
         ep.combine(y, recv)
-        assert operator_calls == ["combine", "combine"]  # what the caller calls, and below autograd
+        assert operator_calls == ["combine"]
         ep.dispatch(x.requires_grad_(), IDS)
-        assert operator_calls[2:] == ["dispatch", "dispatch"]
+        assert operator_calls[1:] == ["dispatch"]
+
+
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_an_eager_gradient_is_that_of_the_operators_without_torchs_dispatcher(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mode of the dispatcher sees every operator, of the backward too. Without one, none is called."""
+    with one_rank(layout=layout, dispatch_format="fp32", combine_dtype=torch.float32) as ep:
+        x, weights = torch.randn(T, H, requires_grad=True), torch.rand(T, K, requires_grad=True)
+
+        def gradients() -> list[Tensor]:
+            recv = ep.dispatch(x, IDS, weights)
+            out = ep.combine(2 * recv.tokens, recv)
+            return [out, *torch.autograd.grad(out.square().sum(), [x, weights] if layout == "expert" else [x])]
+
+        with Seen() as seen:
+            want = gradients()
+        phases = ("dispatch", "combine", "combine_backward", "dispatch_backward")
+        assert {f"moelink.{phase}.default" for phase in phases} <= set(seen.names)
+
+        def refuse(*given: Any, **options: Any) -> None:
+            raise AssertionError("an operator was called")
+
+        for name in phases:
+            monkeypatch.setattr(type(getattr(library, name)), "__call__", refuse)
+        got = gradients()
+        monkeypatch.undo()
+        for one, other in zip(got, want, strict=True):
+            assert_bitwise_equal(one, other)
 
 
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])

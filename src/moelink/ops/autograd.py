@@ -35,6 +35,7 @@ from torch.fx.experimental import proxy_tensor
 
 from moelink.ops import library
 from moelink.ops.context import CARRIER, FIELDS, NUM_OUTPUTS, REGISTRY, record_of
+from moelink.rows.eager import is_unseen
 from moelink.rows.scale_rows import cast_rows, row_gradients, slot_gradients, without_tail, zero_rows
 
 _TOKENS, _SRC_INFO, _TOPK_IDS = (FIELDS.index(name) for name in ("tokens", "src_info", "topk_ids"))
@@ -85,11 +86,10 @@ class Dispatch(torch.autograd.Function):
         host_counts, communicator, max_tokens = settings
         static = REGISTRY.find(communicator, "dispatch").static
         _saved_unchecked(order)
-        with torch._C._AutoDispatchBelowAutograd():
-            outputs: tuple[Tensor, ...] = library.dispatch(
-                order, x, topk_ids, topk_weights, scales, input_scale, list(routing), host_counts, communicator,
-                max_tokens=max_tokens,
-            )  # fmt: skip
+        outputs: tuple[Tensor, ...] = library.without_gradient(
+            library.dispatch, order, x, topk_ids, topk_weights, scales, input_scale, list(routing), host_counts, communicator,
+            max_tokens=max_tokens,
+        )  # fmt: skip
         rows, weights = CARRIER if static.quantised else _TOKENS, _TOPK_WEIGHTS if static.ranked else _WEIGHTS
         wanted = {rows: ctx.needs_input_grad[1], weights: ctx.needs_input_grad[3]}
         ctx.mark_non_differentiable(*(outputs[i] for i in range(NUM_OUTPUTS) if not wanted.get(i, False)))
@@ -122,8 +122,8 @@ class Dispatch(torch.autograd.Function):
                 weights = torch.where(here, weights, weights.new_zeros(()))
             else:
                 weights = _by_slot(weights, record[1], record[0], static.topk)
-        dx, dweights = library.dispatch_backward(
-            _saved_unchecked(ctx.order), rows, weights, topk_ids, record, ctx.communicator
+        dx, dweights = library.without_gradient(
+            library.dispatch_backward, _saved_unchecked(ctx.order), rows, weights, topk_ids, record, ctx.communicator
         )
         return (
             None,
@@ -153,11 +153,10 @@ class Combine(torch.autograd.Function):
     ) -> Tensor:
         reduce, communicator, home_weights = settings
         _saved_unchecked(order)
-        with torch._C._AutoDispatchBelowAutograd():
-            out: Tensor = library.combine(
-                order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights, list(record),
-                reduce=reduce, communicator=communicator,
-            )  # fmt: skip
+        out: Tensor = library.without_gradient(
+            library.combine, order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights, list(record),
+            reduce=reduce, communicator=communicator,
+        )  # fmt: skip
         ctx.order, ctx.communicator, ctx.reduce, ctx.y_dtype = order, communicator, reduce, y.dtype
         ctx.added = [None if term is None else (term.dim(), term.dtype) for term in (shared, epilogue)]
         weighted = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
@@ -206,8 +205,8 @@ def _weighted_sum_backward(
     """Compute the gradients of y, of the rows' weights, and of combine's ``topk_weights``."""
     static = REGISTRY.find(ctx.communicator, "combine (backward)").static
     row_offsets, src_info = record[:2]
-    d, home = library.combine_backward(
-        _saved_unchecked(ctx.order), grad, topk_weights, topk_ids, record, ctx.communicator
+    d, home = library.without_gradient(
+        library.combine_backward, _saved_unchecked(ctx.order), grad, topk_weights, topk_ids, record, ctx.communicator
     )
     dy, dw = row_gradients(
         d, row_offsets, y=y, weights=weights if topk_weights is None else home,
@@ -217,7 +216,9 @@ def _weighted_sum_backward(
         return dy, dw, None
     assert dw is not None
     by_slot = _by_slot(dw, src_info, row_offsets, static.topk)
-    _, dtopk = library.dispatch_backward(_saved_unchecked(ctx.order), None, by_slot, topk_ids, record, ctx.communicator)
+    _, dtopk = library.without_gradient(
+        library.dispatch_backward, _saved_unchecked(ctx.order), None, by_slot, topk_ids, record, ctx.communicator
+    )
     return dy, None, dtopk.to(topk_weights.dtype)
 
 
@@ -227,7 +228,9 @@ def _slots_backward(ctx: Any, grad: Tensor, topk_ids: Tensor, record: list[Tenso
     dy = grad.new_empty(src_info.shape[0], grad.shape[2], dtype=ctx.y_dtype)
     for slot in range(grad.shape[1]):
         tokens = grad[:, slot].contiguous()
-        d, _ = library.combine_backward(_saved_unchecked(ctx.order), tokens, None, topk_ids, record, ctx.communicator)
+        d, _ = library.without_gradient(
+            library.combine_backward, _saved_unchecked(ctx.order), tokens, None, topk_ids, record, ctx.communicator
+        )
         slot_gradients(dy, d, src_info, row_offsets, slot)
     return dy if ctx.needs_input_grad[1] else None
 
@@ -244,20 +247,29 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def dispatch(*given: Any, max_tokens: int | None = None) -> tuple[Tensor, ...]:
+    """``moelink::dispatch`` with its gradient; an eager call that records one does not pass torch's dispatcher."""
+    return (_dispatch if is_unseen(given) else library.dispatch)(*given, max_tokens=max_tokens)  # type: ignore[no-any-return]
+
+
+def combine(*given: Any, reduce: bool, communicator: str) -> Tensor:
+    """``moelink::combine``, likewise."""
+    run = _combine if is_unseen(given) else library.combine
+    return run(*given, reduce=reduce, communicator=communicator)  # type: ignore[no-any-return]
+
+
 def _dispatch(*given: Any, max_tokens: int | None = None) -> tuple[Tensor, ...]:
     *tensors, routing, host_counts, communicator = given
     if _requires_grad(tensors[1], tensors[3]):
         return Dispatch.apply(*tensors, (host_counts, communicator, max_tokens), *routing)  # type: ignore[no-any-return, no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        return library.dispatch(*given, max_tokens=max_tokens)  # type: ignore[no-any-return]
+    return library.without_gradient(library.dispatch, *given, max_tokens=max_tokens)  # type: ignore[no-any-return]
 
 
 def _combine(*given: Any, reduce: bool, communicator: str) -> Tensor:
     *tensors, home_weights, record = given
     if _requires_grad(*tensors[1:7]):
         return Combine.apply(*tensors, (reduce, communicator, home_weights), *record)  # type: ignore[no-any-return, no-untyped-call]
-    with torch._C._AutoDispatchBelowAutograd():
-        return library.combine(*given, reduce=reduce, communicator=communicator)  # type: ignore[no-any-return]
+    return library.without_gradient(library.combine, *given, reduce=reduce, communicator=communicator)  # type: ignore[no-any-return]
 
 
 library.LIBRARY.impl("dispatch", _dispatch, "Autograd")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
-from moelink.ops import library
+from moelink.ops import autograd
 from moelink.ops.context import OperatorContext
 from moelink.output import DispatchOutput
 from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Pending
@@ -86,7 +86,7 @@ def _finish_dispatch(
 ) -> DispatchOutput:
     routing, weights = request.routing, request.topk_weights
     with context.finishing("dispatch", operation):
-        outputs = library.dispatch(
+        outputs = autograd.dispatch(
             context.order,
             request.x,
             request.topk_ids,
@@ -121,7 +121,7 @@ def _finish_combine(context: OperatorContext, request: CombineRequest, operation
     if carried is not None and (carrier is None or not carrier.requires_grad):
         carrier = carried
     with context.finishing("combine", operation):
-        out: Tensor = library.combine(
+        out: Tensor = autograd.combine(
             context.order,
             request.y,
             weights,

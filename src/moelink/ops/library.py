@@ -22,11 +22,15 @@ device.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moelink.formats import get_format
 from moelink.ops.context import NUM_OUTPUTS, REGISTRY, OperatorContext
+from moelink.rows.eager import is_unseen
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.session import Session
 
@@ -264,3 +268,13 @@ dispatch = torch.ops.moelink.dispatch.default
 combine = torch.ops.moelink.combine.default
 dispatch_backward = torch.ops.moelink.dispatch_backward.default
 combine_backward = torch.ops.moelink.combine_backward.default
+_IMPLEMENTATIONS = MappingProxyType({
+    dispatch: _dispatch, combine: _combine, dispatch_backward: _dispatch_backward, combine_backward: _combine_backward,
+})  # fmt: skip
+
+
+def without_gradient(operator: Any, *given: Any, **options: Any) -> Any:
+    """Call ``operator`` without its gradient, or where nothing must see the call its implementation alone."""
+    run = _IMPLEMENTATIONS[operator] if is_unseen(given) else operator
+    with torch._C._AutoDispatchBelowAutograd():
+        return run(*given, **options)

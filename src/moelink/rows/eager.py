@@ -7,7 +7,7 @@ implementation, or an autograd function of the same implementation and the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,17 @@ _PLAIN = (Tensor, Parameter)
 def takes_kernels(tensor: Tensor) -> bool:
     """Return whether kernels compute rows on the device of ``tensor``."""
     return tensor.is_cuda
+
+
+def is_unseen(arguments: Sequence[Any]) -> bool:
+    """Return whether no tracer, no mode of torch's dispatcher and no transform of functorch is at work, and no argument
+    is a tensor of a subclass."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    for argument in arguments:
+        if isinstance(argument, Tensor) and type(argument) not in _PLAIN:
+            return False
+    return not torch._C._are_functorch_transforms_active()
 
 
 def function_of(
@@ -37,16 +48,10 @@ def run(
 ) -> Any:
     """Call ``operator`` with ``arguments``: itself where something must see it, else by the ``function`` where a
     tensor requires grad, else by its implementation ``body``. Without a ``function`` the operator has no gradient."""
-    if torch.compiler.is_compiling():
+    if not is_unseen(arguments):
         return operator(*arguments)
-    gradients, recorded = torch.is_grad_enabled(), False
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            if type(argument) not in _PLAIN:
-                return operator(*arguments)
-            recorded = recorded or (gradients and argument.requires_grad)
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-        return operator(*arguments)
-    if recorded:
-        return operator(*arguments) if function is None else function.apply(*arguments)
+    if torch.is_grad_enabled():
+        for argument in arguments:
+            if isinstance(argument, Tensor) and argument.requires_grad:
+                return operator(*arguments) if function is None else function.apply(*arguments)
     return body(*arguments)
