@@ -1,0 +1,262 @@
+"""Grouped matrix product of fp8 rows and fp8 weights for compute capability 9.0, with warps that only load.
+
+The product, its tensors and its sums are those of :mod:`moelink.rows.grouped_fp8`. That kernel waits for each product
+of a block before it scales it, and its tensor cores rest meanwhile. This one, in Gluon, splits the warps of a CTA:
+
+* One warp, the *producer*, loads tiles by TMA into a ring of STAGES stages in shared memory. It goes on with the next
+  tile while the one before is still multiplied or stored.
+* Two *consumers* of four warps multiply. Each has 64 rows of a tile of 128 rows x 2 parts of 128 columns. While one
+  scales the products of a block and adds them to its sums in fp32, the other one's products keep the tensor cores busy.
+
+There is one CTA an SM. CTA p of P computes tiles p, p + P, ... in the order of ``tile_in_group``.
+
+Protocol of the ring. Block number b, counted over all tiles of a CTA, is in stage ``b % STAGES``; it is use
+``u = b // STAGES`` of the stage. Each stage has two mbarriers. A wait for parity q returns once the phase of parity q
+has ended; the phase before the first counts as one of parity 1.
+
+========  =============================================  ===============================================================
+barrier   a phase ends with                              waited for by
+========  =============================================  ===============================================================
+`ready`   the producer's arrival and 49152 bytes         consumers, before they read block b: parity ``u % 2``
+`empty`   one arrival of each consumer, which has        the producer, before it loads block b: parity ``(u + 1) % 2``
+          waited for its products of the block
+========  =============================================  ===============================================================
+
+With the first block of a tile the producer writes the tile's place beside the stage, before it arrives: (first row,
+end of the group, group, first column). So only the producer searches the groups. Consumers read it behind their wait.
+Rows of a tile from the end of its group on are loaded (as zeros behind the buffer) and multiplied, but never stored.
+
+Example: STAGES = 4, K = 256, so 2 blocks a tile, and a CTA with 3 tiles. Blocks 0 to 3, of tiles 0 and 1, are loaded
+at once. Block 4, the first of tile 2, is use 1 of stage 0: the producer waits until phase 0 of ``empty[0]`` has ended,
+which is when both consumers have multiplied block 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moelink.kernels.launch.cache_keys import Constants
+from moelink.rows import common_kernel as common
+from moelink.rows.grouped_fp8 import BLOCK, tile_in_group
+
+ROWS, PART_ROWS, PARTS, STAGES = 128, 64, 2, 4
+"""Rows of a tile and of a consumer, parts of a tile, stages of the ring: 4 x 48 KB."""
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+"""Of a thread. 128 threads with the first number (three warps do nothing) and 256 with the second fill an SM."""
+
+_BLOCK, _ROWS, _PART_ROWS, _PARTS = (gl.constexpr(each) for each in (BLOCK, ROWS, PART_ROWS, PARTS))
+_STAGE_BYTES = gl.constexpr((ROWS + PARTS * BLOCK) * BLOCK)
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = gl.constexpr(PRODUCER_REGISTERS), gl.constexpr(CONSUMER_REGISTERS)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class GluonConstants(Constants):
+    """Launch constants of the kernel.
+
+    Attributes:
+        K, N: columns of a row and of the output. NUM_GROUPS: groups; GROUPS_POW2: the next power of two.
+        BLOCK_COLUMNS, PARTS: columns of a part of a tile, and parts. BAND: tiles of rows that tiles in progress span.
+        STAGES: of the ring.
+    """
+
+    K: int
+    N: int
+    NUM_GROUPS: int
+    GROUPS_POW2: int
+    BLOCK_COLUMNS: int = BLOCK
+    PARTS: int = PARTS
+    BAND: int = 16
+    STAGES: int = STAGES
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _tiles_of_groups(row_offsets, bounds, WARPS: gl.constexpr, S: gl.constexpr):
+    """The number of tiles of each group [GROUPS_POW2], 0 for groups that another launch serves."""
+    rows, least, most = bounds
+    COLUMN_TILES: gl.constexpr = (S.N + S.BLOCK_COLUMNS * S.PARTS - 1) // (S.BLOCK_COLUMNS * S.PARTS)
+    group = gl.arange(0, S.GROUPS_POW2, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    start = gl.load(row_offsets + group, mask=group < S.NUM_GROUPS, other=0)
+    end = gl.load(row_offsets + group + 1, mask=group < S.NUM_GROUPS, other=0)
+    size = gl.minimum(end, rows) - gl.minimum(start, rows)
+    return gl.where((size >= least) & (size <= most), gl.cdiv(size, _ROWS) * COLUMN_TILES, 0)
+
+
+@gluon.jit
+def _produce(codes, weight, row_offsets, bounds, total, ring, S: gl.constexpr):
+    """Load all blocks of this CTA's tiles, in order, each into its stage as soon as that is empty."""
+    left, right, places, ready, empty = ring
+    last_tiles = gl.associative_scan(_tiles_of_groups(row_offsets, bounds, 1, S), 0, _add)
+    field = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
+    block = 0
+    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+        before = last_tiles <= tile
+        group = gl.sum(before.to(gl.int32), 0)
+        start = gl.load(row_offsets + group)
+        end = gl.minimum(gl.load(row_offsets + group + 1), bounds[0])
+        inside = tile - gl.max(gl.where(before, last_tiles, 0), 0)
+        row_tile, column_tile = tile_in_group(inside, gl.cdiv(end - start, _ROWS), S)
+        row, column = start + row_tile * _ROWS, column_tile * (S.BLOCK_COLUMNS * S.PARTS)
+        place = gl.where(field == 0, row, gl.where(field == 1, end, gl.where(field == 2, group, column)))
+        weight_row = group * S.N + column
+        for k in range(S.K // _BLOCK):
+            stage = block % S.STAGES
+            mbarrier.wait(empty.index(stage), (block // S.STAGES + 1) & 1)
+            if k == 0:
+                places.index(stage).store(place)
+            bar = ready.index(stage)
+            mbarrier.expect(bar, _STAGE_BYTES)
+            for part in gl.static_range(2):
+                to = left.index(stage * 2 + part)
+                tma.async_copy_global_to_shared(codes, [row + part * _PART_ROWS, k * _BLOCK], bar, to)
+            for part in gl.static_range(S.PARTS):
+                to = right.index(stage * S.PARTS + part)
+                tma.async_copy_global_to_shared(weight, [weight_row + part * S.BLOCK_COLUMNS, k * _BLOCK], bar, to)
+            block += 1
+
+
+@gluon.jit
+def _field(place, NUMBER: gl.constexpr, layout: gl.constexpr):
+    """Number NUMBER of a place; each thread has all four, so nothing is exchanged."""
+    return gl.sum(gl.where(gl.arange(0, 4, layout) == NUMBER, place, 0), 0)
+
+
+@gluon.jit
+def _plus(sums, products, factor):
+    """``sums`` plus the products of a block, times the factor of each row."""
+    return gl.fma(products, gl.expand_dims(factor, 1).broadcast_to(products.shape), sums)
+
+
+@gluon.jit
+def _store_part(out, sums, first_row, end, first_column, S: gl.constexpr):
+    """Round a part of a tile and store it, as far as its rows and columns exist."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    values = gl.convert_layout(sums.to(out.dtype.element_ty), layout)
+    row = first_row + gl.arange(0, _PART_ROWS, gl.SliceLayout(1, layout))
+    column = first_column + gl.arange(0, S.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
+    mask = gl.expand_dims(row < end, 1)
+    if S.N % (S.BLOCK_COLUMNS * S.PARTS) != 0:
+        mask = mask & gl.expand_dims(column < S.N, 0)
+    gl.store(out + gl.expand_dims(row.to(gl.int64) * S.N, 1) + gl.expand_dims(column, 0), values, mask=mask)
+
+
+@gluon.jit
+def _consume(scales, weight_scales, out, rows, total, ring, HALF: gl.constexpr, S: gl.constexpr):
+    """Multiply the rows of half HALF of this CTA's tiles, and store them."""
+    left, right, places, ready, empty = ring
+    KB: gl.constexpr = S.K // _BLOCK
+    NB: gl.constexpr = (S.N + _BLOCK - 1) // _BLOCK
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_COLUMNS, 32])
+    fields: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    products = gl.zeros([_PART_ROWS, S.BLOCK_COLUMNS], gl.float32, layout)
+    block = 0
+    for _ in range(gl.program_id(0), total, gl.num_programs(0)):
+        mbarrier.wait(ready.index(block % S.STAGES), block // S.STAGES & 1)
+        place = places.index(block % S.STAGES).load(fields)
+        row, end = _field(place, 0, fields) + HALF * _PART_ROWS, _field(place, 1, fields)
+        group, column = _field(place, 2, fields), _field(place, 3, fields)
+        present = gl.minimum(row + gl.arange(0, _PART_ROWS, gl.SliceLayout(1, layout)), end - 1)
+        scale_at = scales + present
+        first_at = weight_scales + (group * NB + column // _BLOCK) * KB
+        # The last column tile may have no second part: then this is the scale of the last column.
+        second_at = weight_scales + (group * NB + gl.minimum(column + S.BLOCK_COLUMNS, S.N - 1) // _BLOCK) * KB
+        # Scales are loaded two blocks ahead: nothing else hides their way from memory.
+        next_block: gl.constexpr = 1 if KB > 1 else 0
+        scale, by_first, by_second = gl.load(scale_at), gl.load(first_at), gl.load(second_at)
+        next_scale = gl.load(scale_at + rows * next_block)
+        next_first, next_second = gl.load(first_at + next_block), gl.load(second_at + next_block)
+        first = gl.zeros([_PART_ROWS, S.BLOCK_COLUMNS], gl.float32, layout)
+        second = gl.zeros([_PART_ROWS, S.BLOCK_COLUMNS], gl.float32, layout)
+        for k in range(KB):
+            stage = block % S.STAGES
+            mbarrier.wait(ready.index(stage), block // S.STAGES & 1)
+            mine = left.index(stage * 2 + HALF)
+            by = right.index(stage * S.PARTS).permute((1, 0))
+            # ``products`` stands for registers here, its numbers are not added.
+            products = warpgroup_mma(mine, by, products, use_acc=False, is_async=True)
+            first_factor, second_factor = scale * by_first, scale * by_second
+            scale, by_first, by_second = next_scale, next_first, next_second
+            ahead = gl.minimum(k + 2, KB - 1)
+            next_scale = gl.load(scale_at + ahead.to(gl.int64) * rows)
+            next_first, next_second = gl.load(first_at + ahead), gl.load(second_at + ahead)
+            products = warpgroup_mma_wait(0, deps=[products])
+            # The second wait holds the sums back from moving behind the next product, which would then need registers
+            # of its own, more than there are.
+            first = warpgroup_mma_wait(0, deps=[_plus(first, products, first_factor)])
+            by = right.index(stage * S.PARTS + 1).permute((1, 0))
+            products = warpgroup_mma(mine, by, products, use_acc=False, is_async=True)
+            products = warpgroup_mma_wait(0, deps=[products])
+            mbarrier.arrive(empty.index(stage), count=1)
+            second = _plus(second, products, second_factor)
+            block += 1
+        _store_part(out, first, row, end, column, S)
+        _store_part(out, second, row, end, column + S.BLOCK_COLUMNS, S)
+
+
+@gluon.jit(do_not_specialize=["rows", "least", "most"])
+def grouped_gluon_kernel(codes, scales, row_offsets, weight, weight_scales, out, rows, least, most, S: gl.constexpr):
+    """See the module."""
+    left = gl.allocate_shared_memory(gl.float8e4nv, [2 * S.STAGES, _PART_ROWS, _BLOCK], codes.layout)
+    right = gl.allocate_shared_memory(gl.float8e4nv, [S.PARTS * S.STAGES, S.BLOCK_COLUMNS, _BLOCK], weight.layout)
+    places = gl.allocate_shared_memory(gl.int32, [S.STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = gl.allocate_shared_memory(gl.int64, [S.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [S.STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(S.STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    fence_async_shared()
+    bounds = (rows, least, most)
+    total = gl.sum(_tiles_of_groups(row_offsets, bounds, 4, S), 0)
+    ring = (left, right, places, ready, empty)
+    gl.warp_specialize([
+        (_consume, (scales, weight_scales, out, rows, total, ring, 0, S)),
+        (_consume, (scales, weight_scales, out, rows, total, ring, 1, S)),
+        (_produce, (codes, weight, row_offsets, bounds, total, ring, S)),
+    ], [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
+
+
+def constants_of(weight: torch.Size) -> GluonConstants:
+    """Launch constants of the kernel for weights of shape [G, N, K]."""
+    groups, columns, inner = weight
+    return GluonConstants(K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups))
+
+
+def launch(
+    codes: torch.Tensor, scales: torch.Tensor, row_offsets: torch.Tensor, weight: torch.Tensor,
+    weight_scales: torch.Tensor, out: torch.Tensor, *, least: int = 1, num_programs: int | None = None,
+) -> None:  # fmt: skip
+    """Fill ``out`` [R, N] for groups of ``least`` rows or more, on a device of compute capability 9.0.
+
+    All tensors are contiguous, of the shapes in the table of :mod:`moelink.rows.grouped_fp8`. ``num_programs``: CTAs,
+    in place of one for each SM.
+    """
+    if not out.numel():
+        return
+    flat = weight.view(-1, weight.shape[2])
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    row_tiles = min(len(codes), triton.cdiv(len(codes), ROWS) + weight.shape[0])
+    # The sums use FMAs by name; nothing else is fused.
+    common.launch(
+        grouped_gluon_kernel,
+        (TensorDescriptor.from_tensor(codes, [PART_ROWS, BLOCK], layout), scales, row_offsets,
+         TensorDescriptor.from_tensor(flat, [BLOCK, BLOCK], layout), weight_scales, out, len(codes), least, len(codes)),
+        constants_of(weight.shape), row_tiles * triton.cdiv(weight.shape[1], BLOCK * PARTS), absent=row_offsets,
+        per_sm=1, num_programs=num_programs, num_warps=4,
+    )  # fmt: skip
