@@ -18,6 +18,7 @@ cache. Every product is first found within the accuracy that :mod:`moelink.nn.bl
 of three experts.
 
     python -m moelink_bench.experts --out experts.json
+    python -m moelink_bench.experts --gluon --loads 4 128 1024 --out gluon.json    # the kernel in Gluon too
     python -m moelink_bench.experts --sweep --out sweep.json      # launch settings of the kernel, by load
 """
 
@@ -61,7 +62,7 @@ from moelink_bench.timing import Action, capture, make_clock
 
 Product = Callable[["Rows", "Weights"], Tensor]
 
-BF16, FP8 = "bf16", "fp8"
+BF16, FP8, GLUON = "bf16", "fp8", "gluon"
 PRODUCTS = ("gate_up", "down")
 LOADS = ("4", "32", "128", "1024", "few", "one", "mixed", "room")
 LOADS_OF_SWEEP = ("4", "32", "64", "128", "1024")
@@ -144,6 +145,15 @@ def by_kernel(rows: Rows, weights: Weights, settings: Any = None) -> Tensor:
     return out
 
 
+def by_gluon(rows: Rows, weights: Weights) -> Tensor:
+    """The product in fp8, by the kernel for compute capability 9.0 whose warps are specialised."""
+    from moelink.rows.grouped_gluon import launch
+
+    out = rows.numbers.new_empty(rows.numbers.shape[0], weights.numbers.shape[1])
+    launch(rows.codes, rows.scales, rows.offsets, weights.quantized.codes, weights.quantized.scales, out)
+    return out
+
+
 def by_library(rows: Rows, weights: Weights, library: str) -> Tensor:
     """The product in fp8, by an installed library."""
     out = rows.numbers.new_empty(rows.numbers.shape[0], weights.numbers.shape[1])
@@ -161,9 +171,11 @@ def by_deep_gemm(rows: Rows, weights: Weights, groups: Tensor | None = None) -> 
     return out
 
 
-def contenders(device: torch.device) -> dict[str, Product]:
+def contenders(device: torch.device, gluon: bool) -> dict[str, Product]:
     """The ways to make a product of rows as dispatch packs them that run here."""
     ways: dict[str, Product] = {BF16: by_torch, FP8: by_kernel}
+    if gluon:
+        ways[GLUON] = by_gluon
     for library in PIP:
         if not what_library_lacks(library, device):
             ways[library] = functools.partial(by_library, library=library)
@@ -232,8 +244,9 @@ def figures(us: float, sizes: Sequence[int], columns: int, inner: int, weight_by
 
 
 def measure_load(
-    load: str, shape: Shape, weights: dict[str, Weights], device: torch.device, *, most: int, samples: int
-) -> Iterator[dict[str, Any]]:
+    load: str, shape: Shape, weights: dict[str, Weights], device: torch.device, *, most: int, samples: int,
+    gluon: bool = False,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row for each product, and one for the experts as a whole."""
     sizes, room = sizes_of(load, shape.experts, most), 8 * most if load == "room" else 0
     by_product = {name: make_rows(sizes, room, shape.product(name)[1], device) for name in weights}
@@ -242,7 +255,7 @@ def measure_load(
         columns, inner = shape.product(name)
         row: dict[str, Any] = {"product": name, **base}
         worst = 0.0
-        ways = [(way, product, by_product[name]) for way, product in contenders(device).items()]
+        ways = [(way, product, by_product[name]) for way, product in contenders(device, gluon).items()]
         if device.type == "cuda" and importlib.util.find_spec("deep_gemm") is not None:
             aligned = make_rows([-(-size // BLOCK) * BLOCK for size in sizes], room, inner, device)
             alone = functools.partial(by_deep_gemm, groups=group_of_rows(aligned.offsets, aligned.codes.shape[0]))
@@ -353,7 +366,7 @@ def rows_of(
     shape, device = _shape(args), next(iter(weights.values())).numbers.device
     how = {"most": args.most, "samples": args.samples}
     if not tiles:
-        yield from measure_load(load, shape, weights, device, **how)
+        yield from measure_load(load, shape, weights, device, gluon=args.gluon, **how)
     for name in PRODUCTS if tiles else ():
         yield from sweep_load(load, name, tiles, shape, weights[name], device, **how)
 
@@ -366,6 +379,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the script's options."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--sweep", action="store_true", help="time launch settings of the kernel, each by itself")
+    parser.add_argument("--gluon", action="store_true", help="time the kernel in Gluon beside the others")
     parser.add_argument("--loads", nargs="+", help="rows an expert, few, one, mixed, room; default: all of them")
     parser.add_argument("--most", type=positive, default=4096, help="rows of the largest expert of a skewed load")
     parser.add_argument("--samples", type=positive, default=11)

@@ -1,0 +1,93 @@
+"""The grouped fp8 product in Gluon, on a device of compute capability 9.0: the bound in fp64, and the Triton kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moelink.rows import grouped_fp8
+from tests.rows.grouped_fp8_cases import POISON, TENSOR_CORES, Problem, error_over_bound, problem
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="needs a CUDA device of compute capability 9.0"),
+    pytest.mark.timeout(200),
+]
+
+SHAPES = {
+    "one full tile": ((128,), 0, 256, 256),
+    "one row": ((0, 1, 0), 3, 256, 256),
+    "one block of K": ((36, 128), 5, 128, 256),
+    "groups end inside tiles": ((4, 0, 260, 64, 68, 0, 129, 127), 1000, 384, 600),
+    "one group has all": ((0, 0, 2500, 0), 4, 512, 512),
+    "no rows": ((0, 0, 0), 40, 256, 256),
+    "many groups": (tuple(37 * (i % 5) for i in range(130)), 0, 640, 200),
+    "many tiles of a CTA": ((700, 900, 0, 1300), 60, 256, 4096),
+    "DeepSeek-V3": ((36, 0, 1024, 257), 200, 7168, 4096),
+    "its second product": ((300, 0, 128, 1), 0, 2048, 7168),
+}
+
+
+def product(given: Problem, *, dtype: torch.dtype = torch.bfloat16, **options: int) -> torch.Tensor:
+    from moelink.rows.grouped_gluon import launch
+
+    out = torch.full((given.codes.shape[0], given.weight.codes.shape[1]), POISON, dtype=dtype, device="cuda")
+    launch(given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out, **options)
+    torch.cuda.synchronize()
+    return out
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_product_keeps_the_bound(name: str) -> None:
+    given = problem(*SHAPES[name], device="cuda")
+    out = product(given)
+    assert (out[given.rows :] == POISON).all(), "rows that do not exist are not written"
+    assert error_over_bound(out, given, TENSOR_CORES) <= 1
+    other = torch.full_like(out, POISON)
+    grouped_fp8.launch(given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, other)
+    assert (out.double() - other.double()).norm() <= 2.0**-8 * other.double().norm()
+
+
+def test_random_groups_keep_the_bound() -> None:
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(6):
+        sizes = torch.randint(0, 400, (8,), generator=generator) * torch.randint(0, 2, (8,), generator=generator)
+        given = problem(tuple(sizes.tolist()), 17, 384, 512, device="cuda")
+        out = product(given)
+        assert (out[given.rows :] == POISON).all()
+        assert error_over_bound(out, given, TENSOR_CORES) <= 1
+
+
+@pytest.mark.parametrize("num_programs", [1, 7, 131])
+def test_bits_do_not_depend_on_the_number_of_programs_or_the_run(num_programs: int) -> None:
+    """Programs of many tiles reuse every stage; a race would show as other bits."""
+    given = problem((260, 0, 700, 64, 129), 30, 640, 1536, device="cuda")
+    want = product(given)
+    for _ in range(20):
+        assert torch.equal(product(given, num_programs=num_programs), want)
+
+
+def test_groups_of_fewer_rows_are_left_to_another_launch() -> None:
+    given = problem((63, 64, 0, 300), 9, 256, 512, device="cuda")
+    out = product(given, least=64)
+    whole = product(given)
+    assert (out[:63] == POISON).all()
+    assert torch.equal(out[63:], whole[63:])
+
+
+def test_a_captured_product_follows_the_offsets() -> None:
+    from moelink.rows.grouped_gluon import launch
+
+    given = problem((4, 260, 0, 64), 200, 384, 600, device="cuda")
+    out = product(given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out)
+    for sizes in ((4, 260, 0, 64), (0, 0, 328, 0), (0, 0, 0, 0), (128, 100, 60, 40)):
+        given.offsets.copy_(torch.tensor([0, *sizes]).cumsum(0))
+        out.fill_(POISON)
+        graph.replay()
+        assert error_over_bound(out, given, TENSOR_CORES) <= 1
+        assert (out[given.rows :] == POISON).all()
