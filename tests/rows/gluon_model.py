@@ -1,0 +1,245 @@
+"""Runs a warp-specialised Gluon kernel on the CPU, from its own source, under seeded schedules.
+
+Triton's interpreter does not know Gluon. But a kernel's functions are Python: here they run with :class:`Language` in
+place of the modules that they import, each partition of warps as a greenlet, with torch tensors for blocks. Mbarriers
+count arrivals and bytes, and end their phases as the hardware's do. A copy by TMA spoils its destination at once and
+delivers at a random later moment. A product on the tensor cores reads its operands when it is issued and when it is
+waited for; between, they must not change.
+
+So a stage that is loaded too early, read too early or given back too early shows as a wrong number, as
+:class:`Overwritten`, or as :class:`Deadlock`. Warps within a partition are one.
+"""
+
+from __future__ import annotations
+
+import random
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+
+SPOILED = float("nan")
+
+
+class Deadlock(AssertionError):
+    """No partition can go on, and no copy is under way."""
+
+
+class Overwritten(AssertionError):
+    """Memory changed under a product that reads it."""
+
+
+class Pointer:
+    """A place in a flat tensor, or a block of places."""
+
+    def __init__(self, data: torch.Tensor, at: Any = 0) -> None:
+        self.data, self.at = data, at
+        self.dtype = SimpleNamespace(element_ty=data.dtype)
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.data, self.at + more)
+
+
+class Descriptor:
+    """A matrix that is copied by boxes, zeros behind its end."""
+
+    layout = None
+
+    def __init__(self, data: torch.Tensor, box: tuple[int, int]) -> None:
+        self.data, self.box = data.float(), box
+
+    def read(self, row: int, column: int) -> torch.Tensor:
+        block, found = torch.zeros(self.box), self.data[row : row + self.box[0], column : column + self.box[1]]
+        block[: found.shape[0], : found.shape[1]] = found
+        return block
+
+
+class Shared:
+    """Shared memory: ``index`` gives a part of it."""
+
+    def __init__(self, data: torch.Tensor, transposed: bool = False) -> None:
+        self.data, self.transposed = data, transposed
+
+    def index(self, number: Any) -> Shared:
+        return Shared(self.data[int(number)])
+
+    def permute(self, _order: Any) -> Shared:
+        return Shared(self.data, not self.transposed)
+
+    def load(self, _layout: Any) -> torch.Tensor:
+        return self.data.clone()
+
+    def store(self, values: torch.Tensor) -> None:
+        self.data.copy_(values)
+
+    def read(self) -> torch.Tensor:
+        return (self.data.t() if self.transposed else self.data).clone()
+
+
+class Barriers:
+    """An array of mbarriers."""
+
+    def __init__(self, count: int) -> None:
+        self.each = [SimpleNamespace(count=0, left=0, bytes=0, phase=0) for _ in range(count)]
+
+    def index(self, number: Any) -> Any:
+        return self.each[int(number)]
+
+
+class Product:
+    """A product that is under way."""
+
+    def __init__(self, left: Shared, right: Shared, plus: torch.Tensor) -> None:
+        self.left, self.right, self.plus = left, right, plus
+        self.seen = left.read(), right.read()
+
+    def wait(self) -> torch.Tensor:
+        for operand, seen in zip((self.left, self.right), self.seen, strict=True):
+            if not torch.equal(operand.read().nan_to_num(7e7), seen.nan_to_num(7e7)):
+                raise Overwritten("an operand changed under a product")
+        return self.seen[0] @ self.seen[1] + self.plus
+
+
+class Language:
+    """What kernels import as ``gl``, ``tma``, ``mbarrier`` and by name, for one CTA with a schedule of its own."""
+
+    int32, int64, float32, float8e4nv, bfloat16 = (
+        torch.int32, torch.int64, torch.float32, torch.float32, torch.bfloat16,
+    )  # fmt: skip
+    minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
+    maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
+    where = staticmethod(lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)))
+    arange = staticmethod(lambda start, end, _layout=None: torch.arange(start, end))
+    zeros = staticmethod(lambda shape, dtype, _layout=None: torch.zeros(shape, dtype=dtype))
+    sum = staticmethod(lambda x, axis: x.sum(axis))
+    max = staticmethod(lambda x, axis: x.amax(axis))
+    cdiv = staticmethod(lambda a, b: (a + b - 1) // b)
+    fma = staticmethod(lambda a, b, c: a * b + c)
+    expand_dims = staticmethod(lambda x, axis: x.unsqueeze(axis))
+    convert_layout = staticmethod(lambda x, _layout: x)
+    associative_scan = staticmethod(lambda x, axis, _add: x.cumsum(axis))
+    static_range = range
+
+    def __init__(self, program: int, programs: int, seed: int) -> None:
+        self.program, self.programs, self.random = program, programs, random.Random(seed)
+        self.copies: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        self.tma = self.mbarrier = self
+        for name in ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "SwizzledSharedLayout"):
+            setattr(self, name, lambda *_: None)
+        self.MBarrierLayout = lambda: "barriers"
+
+    def names(self) -> dict[str, Any]:
+        """What to put in place of a kernel module's globals."""
+        return {
+            "gl": self, "tl": self, "tma": self, "mbarrier": self, "fence_async_shared": lambda: None,
+            "warpgroup_mma": self.warpgroup_mma, "warpgroup_mma_wait": self.warpgroup_mma_wait,
+        }  # fmt: skip
+
+    # --- programs and memory ------------------------------------------------------------------------------------------
+
+    def program_id(self, _axis: int) -> int:
+        return self.program
+
+    def num_programs(self, _axis: int) -> int:
+        return self.programs
+
+    def load(self, pointer: Pointer, mask: Any = True, other: Any = 0) -> torch.Tensor:
+        at, mask = torch.as_tensor(pointer.at), torch.as_tensor(mask)
+        here = at.where(mask, 0)
+        assert ((here >= 0) & (here < pointer.data.numel())).all(), "a load outside of its tensor"
+        return torch.where(mask, pointer.data.flatten()[here], torch.as_tensor(other, dtype=pointer.data.dtype))
+
+    def store(self, pointer: Pointer, values: torch.Tensor, mask: torch.Tensor) -> None:
+        mask = mask.broadcast_to(values.shape)
+        at = pointer.at.broadcast_to(values.shape)[mask]
+        pointer.data.view(-1)[at] = values[mask].to(pointer.data.dtype)
+
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        if layout == "barriers":
+            return Barriers(shape[0])
+        return Shared(torch.full(shape, 1 << 30 if dtype == torch.int32 else SPOILED, dtype=dtype))
+
+    # --- barriers, copies, products -----------------------------------------------------------------------------------
+
+    def init(self, barrier: Any, count: int) -> None:
+        barrier.count = barrier.left = count
+
+    def _settle(self, barrier: Any) -> None:
+        assert barrier.left >= 0, "more arrivals than a barrier expects"
+        if not barrier.left and not barrier.bytes:
+            barrier.phase, barrier.left = barrier.phase + 1, barrier.count
+
+    def wait(self, barrier: Any, phase: Any) -> None:
+        self.switch(lambda: barrier.phase % 2 != int(phase))
+
+    def expect(self, barrier: Any, size: int) -> None:
+        self.switch()
+        barrier.bytes += size
+        barrier.left -= 1
+        self._settle(barrier)
+
+    def arrive(self, barrier: Any, *, count: int = 1) -> None:
+        self.switch()
+        barrier.left -= count
+        self._settle(barrier)
+
+    def async_copy_global_to_shared(self, source: Descriptor, at: list[Any], barrier: Any, to: Shared) -> None:
+        self.switch()
+        to.data.fill_(SPOILED)
+        self.copies.append((barrier, to.data, source.read(*map(int, at))))
+
+    def warpgroup_mma(self, left: Shared, right: Shared, plus: Any, *, use_acc: bool, is_async: bool) -> Product:
+        assert is_async
+        assert isinstance(plus, torch.Tensor), "expected registers that were waited for"
+        self.switch()
+        return Product(left, right, plus if use_acc else torch.zeros_like(plus))
+
+    def warpgroup_mma_wait(self, pending: int, deps: list[Any]) -> Any:
+        assert pending == 0
+        assert len(deps) == 1
+        self.switch()
+        return deps[0].wait() if isinstance(deps[0], Product) else deps[0]
+
+    # --- schedule -----------------------------------------------------------------------------------------------------
+
+    def switch(self, until: Any = None) -> None:
+        """Let others go on, and come back once ``until()`` holds."""
+        here = getcurrent()
+        if here.parent is not None:
+            here.until = until  # type: ignore[attr-defined]
+            here.parent.switch()
+
+    def warp_specialize(self, parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[Any]) -> None:
+        assert len(parts) - 1 == len(warps) == len(registers)
+        running = []
+        for function, arguments in parts:
+            part = greenlet(lambda function=function, arguments=arguments: function(*arguments))
+            part.until = None  # type: ignore[attr-defined]
+            running.append(part)
+        while running or self.copies:
+            able = [part for part in running if part.until is None or part.until()]
+            if not able and not self.copies:
+                raise Deadlock(f"{len(running)} of {len(parts)} partitions wait for ever")
+            if self.copies and (not able or self.random.random() < 0.3):
+                barrier, to, data = self.copies.pop(self.random.randrange(len(self.copies)))
+                to.copy_(data)
+                barrier.bytes -= data.numel()
+                self._settle(barrier)
+                continue
+            part = self.random.choice(able)
+            part.switch()
+            running = [part for part in running if not part.dead]
+
+
+def rebuilt(module: Any, name: str, language: Language) -> Any:
+    """Function ``name`` of ``module``, and the kernel functions it calls, with ``language`` in place of imports."""
+    scope: dict[str, Any] = dict(vars(module))
+    for key, value in vars(module).items():
+        if hasattr(value, "fn") and isinstance(value.fn, FunctionType):
+            own = scope if value.fn.__globals__ is vars(module) else {**value.fn.__globals__, **language.names()}
+            scope[key] = FunctionType(value.fn.__code__, own, key, value.fn.__defaults__)
+        elif key.startswith("_") and type(value).__name__ == "constexpr":
+            scope[key] = value.value
+    scope |= language.names()
+    return scope[name]
