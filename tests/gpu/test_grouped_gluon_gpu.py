@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moelink.activation import Clamp, silu_and_quantize
 from moelink.rows import grouped_fp8
 from tests.rows.grouped_fp8_cases import POISON, TENSOR_CORES, Problem, error_over_bound, problem
 
@@ -75,6 +76,26 @@ def test_groups_of_fewer_rows_are_left_to_another_launch() -> None:
     whole = product(given)
     assert (out[:63] == POISON).all()
     assert torch.equal(out[63:], whole[63:])
+
+
+@pytest.mark.parametrize("clamp", [None, Clamp()], ids=str)
+@pytest.mark.parametrize("spread", [0, 6])
+def test_the_activation_has_the_bits_of_two_kernels(clamp: Clamp | None, spread: int) -> None:
+    from moelink.rows.grouped_gluon import launch_activated
+
+    given = problem((36, 0, 700, 257, 1), 40, 512, 1536, device="cuda", spread=spread)
+    want = silu_and_quantize(product(given), given.offsets, format="fp8_block128", clamp=clamp)
+    assert want.scales is not None
+    tokens = torch.full_like(want.tokens.view(torch.uint8), 0xAA).view(torch.float8_e4m3fn)
+    scales = torch.full_like(want.scales, POISON)
+    launch_activated(
+        given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, tokens, scales,
+        clamp=(clamp.alpha, clamp.limit) if clamp else None,
+    )  # fmt: skip
+    assert torch.equal(tokens.view(torch.uint8)[: given.rows], want.tokens.view(torch.uint8)[: given.rows])
+    assert torch.equal(scales[:, : given.rows], want.scales[:, : given.rows])
+    assert (tokens.view(torch.uint8)[given.rows :] == 0xAA).all()
+    assert (scales[:, given.rows :] == POISON).all()
 
 
 def test_a_captured_product_follows_the_offsets() -> None:
