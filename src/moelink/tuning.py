@@ -44,3 +44,7 @@ COMBINE_BLOCK = 2048
 """Most columns of a row that a CTA of combine handles at a time; twice as many where rows are few and copied
 (``memory.workspace.Workspace.combine_block``). Combine, *Senders and reducers*: with layout "rank" 52.7 -> 51.8 us at
 512 tokens with 4096 columns."""
+
+GLUON_ROWS = 1 << 31
+"""Fewest rows of a group of which compute capability 9.0 multiplies fp8 by ``rows.grouped_gluon``. Not measured yet; so
+no group is that large."""

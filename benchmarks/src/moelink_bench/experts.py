@@ -196,6 +196,19 @@ def experts_in_fp8(rows: Rows, gate_up: Weights, down: Weights) -> Tensor:
     return by_kernel(between, down)
 
 
+def experts_in_gluon(rows: Rows, gate_up: Weights, down: Weights) -> Tensor:
+    """All of the experts in fp8 by the kernel in Gluon, with the activation inside of the first product."""
+    from moelink.rows.grouped_gluon import launch_activated
+
+    count, inner = rows.numbers.shape[0], down.numbers.shape[2]
+    codes = torch.empty(count, inner, dtype=torch.float8_e4m3fn, device=rows.codes.device)
+    scales = torch.empty(inner // BLOCK, count, device=rows.codes.device)
+    weight = gate_up.quantized
+    launch_activated(rows.codes, rows.scales, rows.offsets, weight.codes, weight.scales, codes, scales, clamp=None)
+    between = dataclasses.replace(rows, numbers=rows.numbers[:, :1], codes=codes, scales=scales)
+    return by_gluon(between, down)
+
+
 # --- correctness ------------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +282,8 @@ def measure_load(
         yield row
     rows = by_product["gate_up"]
     whole: dict[str, Any] = {"product": "experts", **base}
-    for way, experts in ((BF16, experts_in_bf16), (FP8, experts_in_fp8)):
+    wholes = [(BF16, experts_in_bf16), (FP8, experts_in_fp8), *([(GLUON, experts_in_gluon)] if gluon else [])]
+    for way, experts in wholes:
         us = microseconds(functools.partial(experts, rows, weights["gate_up"], weights["down"]), device, samples)
         whole[way] = {"us": round(us, 2)}
     whole["ratio"] = round(whole[BF16]["us"] / whole[FP8]["us"], 3)

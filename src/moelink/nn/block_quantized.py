@@ -28,6 +28,7 @@ from moelink.arith import ceil_div
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.formats.casts import E4M3_MAX, amax, canonical_nan, divide, e4m3_to_f32, f32_to_e4m3
 from moelink.formats.fp8 import AMAX_FLOOR
+from moelink.tuning import GLUON_ROWS
 
 BLOCK = 128
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -185,16 +186,22 @@ def _grouped_fp8_fake(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight
 
 
 def launch_kernel(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, out: Tensor) -> None:
-    """Fill ``out`` by the kernel."""
+    """Fill ``out`` by the kernels, each for the groups of sizes for which it is the fastest."""
     from moelink.kernels.launch.device import is_interpreted
-    from moelink.rows.grouped_fp8 import launch
+    from moelink.rows import grouped_fp8
 
     if not codes.is_cuda and not is_interpreted():
         raise UnsupportedError(
             "grouped_fp8: expected CUDA tensors for the kernel, or Triton's interpreter (TRITON_INTERPRET=1, set "
             f"before triton is imported), got tensors on {codes.device}; use implementation='torch'"
         )
-    launch(codes, scales, row_offsets, weight.codes, weight.scales, out)
+    given, most = (codes, scales, row_offsets, weight.codes, weight.scales, out), None
+    if len(codes) >= GLUON_ROWS and codes.is_cuda and torch.cuda.get_device_capability(codes.device)[0] == 9:
+        from moelink.rows import grouped_gluon
+
+        grouped_gluon.launch(*given, least=GLUON_ROWS)
+        most = GLUON_ROWS - 1
+    grouped_fp8.launch(*given, most=most)
 
 
 def multiply_by_group(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, out: Tensor) -> None:
