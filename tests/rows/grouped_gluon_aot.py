@@ -50,6 +50,7 @@ def describe(name, form):
         "tma": len(re.findall(r"cp\.async\.bulk\.tensor\S*global", text)),
         "registers": re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", text),
         "given_back": len(back), "local": form.stack, "shared": form.shared,
+        "narrow_stores": len(re.findall(r"st\.global\.b(?:8|16)\b", text)),
     }  # fmt: skip
 
 

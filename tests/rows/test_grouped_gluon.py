@@ -145,5 +145,6 @@ def test_the_kernel_compiles_for_sm_90() -> None:
         assert each["local"] <= (64 if each["form"] == "clamped" else 0), f"{each} spills"
         assert each["shared"] <= 227 << 10, f"{each} overflows an SM"
         assert each["wgmma"] == 16, f"{each}: two consumers with two products of 128 columns and four instructions"
+        assert not each["narrow_stores"], f"{each}: expected stores of 16 bytes"
         assert each["given_back"] == 2, f"{each}: expected all warps of a consumer to meet before a stage is given back"
         assert {"232", "40"} <= set(each["registers"]), each

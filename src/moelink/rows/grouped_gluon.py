@@ -23,7 +23,7 @@ barrier   a phase ends with                              waited for by
 ========  =============================================  ===============================================================
 
 With the first block of a tile the producer writes the tile's place beside the stage, before it arrives: (first row,
-end of the group, group, first column). So only the producer searches the groups. Consumers read it behind their wait.
+end of the group, group, tile of columns). So only the producer searches the groups. Consumers read it behind their wait.
 Rows of a tile from the end of its group on are loaded (as zeros behind the buffer) and multiplied, but never stored.
 
 With an activation (KIND) the two parts of a tile are 128 columns of gate and the same columns of up, N / 2 further on.
@@ -115,6 +115,7 @@ def _produce(codes, weight, row_offsets, rows, least, total, ring, S: gl.constex
     """Load all blocks of this CTA's tiles, in order, each into its stage as soon as that is empty."""
     left, right, places, ready, empty = ring
     APART: gl.constexpr = S.N // 2 if S.KIND != "" else S.BLOCK_COLUMNS
+    TILE_COLUMNS: gl.constexpr = S.BLOCK_COLUMNS if S.KIND != "" else S.BLOCK_COLUMNS * S.PARTS
     last_tiles = gl.associative_scan(_tiles_of_groups(row_offsets, rows, least, 1, S), 0, _add)
     field = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
     block = 0
@@ -125,12 +126,9 @@ def _produce(codes, weight, row_offsets, rows, least, total, ring, S: gl.constex
         end = gl.minimum(gl.load(row_offsets + group + 1), rows)
         inside = tile - gl.max(gl.where(before, last_tiles, 0), 0)
         row_tile, column_tile = tile_in_group(inside, gl.cdiv(end - start, _ROWS), S)
-        row, column = (
-            start + row_tile * _ROWS,
-            column_tile * (S.BLOCK_COLUMNS if S.KIND != "" else S.BLOCK_COLUMNS * S.PARTS),
-        )
-        place = gl.where(field == 0, row, gl.where(field == 1, end, gl.where(field == 2, group, column)))
-        weight_row = group * S.N + column
+        row = start + row_tile * _ROWS
+        place = gl.where(field == 0, row, gl.where(field == 1, end, gl.where(field == 2, group, column_tile)))
+        weight_row = group * S.N + column_tile * TILE_COLUMNS
         for k in range(S.K // _BLOCK):
             stage = block % S.STAGES
             mbarrier.wait(empty.index(stage), (block // S.STAGES + 1) & 1)
@@ -193,6 +191,7 @@ def _consume(scales, weight_scales, out, out_scales, rows, total, ring, HALF: gl
     """Multiply the rows of half HALF of this CTA's tiles, and store them."""
     left, right, places, ready, empty = ring
     APART: gl.constexpr = S.N // 2 if S.KIND != "" else S.BLOCK_COLUMNS
+    TILE_COLUMNS: gl.constexpr = S.BLOCK_COLUMNS if S.KIND != "" else S.BLOCK_COLUMNS * S.PARTS
     KB: gl.constexpr = S.K // _BLOCK
     NB: gl.constexpr = (S.N + _BLOCK - 1) // _BLOCK
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_COLUMNS, 32])
@@ -203,7 +202,8 @@ def _consume(scales, weight_scales, out, out_scales, rows, total, ring, HALF: gl
         mbarrier.wait(ready.index(block % S.STAGES), block // S.STAGES & 1)
         place = places.index(block % S.STAGES).load(fields)
         row, end = _field(place, 0, fields) + HALF * _PART_ROWS, _field(place, 1, fields)
-        group, column = _field(place, 2, fields), _field(place, 3, fields)
+        # A multiple that the compiler knows, so that 16 bytes are stored at a time.
+        group, column = _field(place, 2, fields), _field(place, 3, fields) * TILE_COLUMNS
         present = gl.minimum(row + gl.arange(0, _PART_ROWS, gl.SliceLayout(1, layout)), end - 1)
         scale_at = scales + present
         first_at = weight_scales + (group * NB + column // _BLOCK) * KB
