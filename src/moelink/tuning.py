@@ -45,6 +45,6 @@ COMBINE_BLOCK = 2048
 (``memory.workspace.Workspace.combine_block``). Combine, *Senders and reducers*: with layout "rank" 52.7 -> 51.8 us at
 512 tokens with 4096 columns."""
 
-GLUON_ROWS = 1 << 31
-"""Fewest rows of a group of which compute capability 9.0 multiplies fp8 by ``rows.grouped_gluon``. Not measured yet; so
-no group is that large."""
+GLUON_ROWS = 256
+"""Fewest rows of a buffer for each group, if ``rows.grouped_gluon`` is to multiply them on compute capability 9.0. A
+buffer has room for all rows that may come, so groups have fewer."""

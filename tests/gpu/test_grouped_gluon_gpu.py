@@ -70,14 +70,6 @@ def test_bits_do_not_depend_on_the_number_of_programs_or_the_run(num_programs: i
         assert torch.equal(product(given, num_programs=num_programs), want)
 
 
-def test_groups_of_fewer_rows_are_left_to_another_launch() -> None:
-    given = problem((63, 64, 0, 300), 9, 256, 512, device="cuda")
-    out = product(given, least=64)
-    whole = product(given)
-    assert (out[:63] == POISON).all()
-    assert torch.equal(out[63:], whole[63:])
-
-
 @pytest.mark.parametrize("clamp", [None, Clamp()], ids=str)
 @pytest.mark.parametrize("spread", [0, 6])
 def test_the_activation_has_the_bits_of_two_kernels(clamp: Clamp | None, spread: int) -> None:

@@ -32,7 +32,7 @@ def compiled(weight, out, *activation):
     arguments = {
         "codes": f"tensordesc<fp8e4nv[{PART_ROWS}, 128],{layout!r}>", "scales": "*fp32", "row_offsets": "*i32",
         "weight": f"tensordesc<fp8e4nv[128, 128],{layout!r}>", "weight_scales": "*fp32", "out": f"*{out}",
-        "out_scales": "*fp32", "rows": "i32", "least": "i32",
+        "out_scales": "*fp32", "rows": "i32",
     }  # fmt: skip
     made = source(grouped_gluon_kernel, arguments, {"S": constants_of(weight, *activation)})
     made = GluonASTSource(made.fn, made.signature, made.constants, made.attrs)

@@ -27,7 +27,7 @@ def plain(weight: torch.Size, *activation: Any) -> SimpleNamespace:
 
 
 def run(
-    given: Problem, out: torch.Tensor, out_scales: torch.Tensor, *activation: Any, programs: int = 2, least: int = 1,
+    given: Problem, out: torch.Tensor, out_scales: torch.Tensor, *activation: Any, programs: int = 2,
     seed: int = 0, language: Language | None = None,
 ) -> None:  # fmt: skip
     """Do what the kernel's source does with ``given``, one CTA after the other."""
@@ -37,7 +37,7 @@ def run(
         kernel(
             Descriptor(given.codes, (64, 128)), Pointer(given.scales), Pointer(given.offsets),
             Descriptor(weight.view(-1, weight.shape[2]), (128, 128)), Pointer(given.weight.scales), Pointer(out),
-            Pointer(out_scales), len(given.codes), least, plain(weight.shape, *activation),
+            Pointer(out_scales), len(given.codes), plain(weight.shape, *activation),
         )  # fmt: skip
 
 
@@ -64,13 +64,6 @@ def test_the_source_keeps_the_bound_under_all_schedules(name: str) -> None:
         out = product(given, programs=1 + seed, seed=10 * seed)
         assert (out[given.rows :] == POISON).all(), "rows that do not exist are not written"
         assert error_over_bound(out, given, FP32_SUMS) <= 1
-
-
-def test_groups_of_fewer_rows_are_left_to_another_launch() -> None:
-    given = problem((63, 64, 0, 130), 5, 128, 256)
-    out = product(given, least=64)
-    assert (out[:63] == POISON).all()
-    assert (out[63 : given.rows] != POISON).any(dim=1).all()
 
 
 class Leaves(Language):

@@ -90,16 +90,6 @@ def test_the_kernel_keeps_the_bound(shape: Any, settings: Settings | None) -> No
     assert (out[given.rows :] == POISON).all(), "rows that do not exist are not written"
 
 
-@pytest.mark.parametrize("most", [7, 12])
-def test_larger_groups_are_left_to_another_kernel(most: int) -> None:
-    """Of groups of 4, 12 and 16 rows, with tiles for up to 8 and for more."""
-    given = problem((4, 0, 12, 16), 4, 128, 128)
-    out = torch.full((given.codes.shape[0], 128), POISON)
-    launch(given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out, most=most)
-    filled = (out != POISON).any(dim=1)
-    assert filled.tolist() == [True] * (4 if most == 7 else 16) + [False] * (32 if most == 7 else 20)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
 @pytest.mark.parametrize("implementation", ["triton", "torch"])
 def test_twin_and_kernel_keep_the_bound_of_each_dtype(implementation: str, dtype: torch.dtype) -> None:

@@ -185,23 +185,31 @@ def _grouped_fp8_fake(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight
     return codes.new_empty(codes.shape[0], weight.shape[1], dtype=given[1])
 
 
+def takes_large_tiles(codes: Tensor, groups: int) -> bool:
+    """Whether :mod:`moelink.rows.grouped_gluon` multiplies ``codes`` [R, K] by the weights of ``groups``: on compute
+    capability 9.0, if the buffer has room for tuning.GLUON_ROWS rows of each group."""
+    if codes.shape[0] < GLUON_ROWS * groups or not codes.is_cuda or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(codes.device)[0] == 9
+
+
 def launch_kernel(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, out: Tensor) -> None:
-    """Fill ``out`` by the kernels, each for the groups of sizes for which it is the fastest."""
+    """Fill ``out`` by a kernel: the one in Gluon where :func:`takes_large_tiles`, else the Triton kernel."""
     from moelink.kernels.launch.device import is_interpreted
-    from moelink.rows import grouped_fp8
 
     if not codes.is_cuda and not is_interpreted():
         raise UnsupportedError(
             "grouped_fp8: expected CUDA tensors for the kernel, or Triton's interpreter (TRITON_INTERPRET=1, set "
             f"before triton is imported), got tensors on {codes.device}; use implementation='torch'"
         )
-    given, most = (codes, scales, row_offsets, weight.codes, weight.scales, out), None
-    if len(codes) >= GLUON_ROWS and codes.is_cuda and torch.cuda.get_device_capability(codes.device)[0] == 9:
-        from moelink.rows import grouped_gluon
+    if takes_large_tiles(codes, len(weight.codes)):
+        from moelink.rows.grouped_gluon import launch as launch_gluon
 
-        grouped_gluon.launch(*given, least=GLUON_ROWS)
-        most = GLUON_ROWS - 1
-    grouped_fp8.launch(*given, most=most)
+        launch_gluon(codes, scales, row_offsets, weight.codes, weight.scales, out)
+        return
+    from moelink.rows.grouped_fp8 import launch
+
+    launch(codes, scales, row_offsets, weight.codes, weight.scales, out)
 
 
 def multiply_by_group(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, out: Tensor) -> None:

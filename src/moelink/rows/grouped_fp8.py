@@ -325,21 +325,17 @@ def launches_of(settings: Settings | None, weight: torch.Size, device: torch.dev
 
 def launch(
     codes: torch.Tensor, scales: torch.Tensor, row_offsets: torch.Tensor, weight: torch.Tensor,
-    weight_scales: torch.Tensor, out: torch.Tensor, settings: Settings | None = None, *, most: int | None = None,
+    weight_scales: torch.Tensor, out: torch.Tensor, settings: Settings | None = None,
 ) -> None:  # fmt: skip
-    """Fill ``out`` [R, N] for the rows there are, of groups of up to ``most`` rows (None: of all groups).
-
-    All tensors are contiguous, of the shapes in the module's table.
-    """
+    """Fill ``out`` [R, N] for the rows there are. All tensors are contiguous, of the shapes in the module's table."""
     rows, shape = out.shape[0], weight.shape
     if not rows or not shape[1]:
         return
-    most = rows if most is None else min(rows, most)
     few, many = launches_of(settings, shape, out.device)
     flat = weight.view(-1, shape[2])
     if few.operands != codes.dtype:
         codes, flat = codes.view(few.operands), flat.view(few.operands)
-    for one in (few, many) if most > few.most else (few,):
+    for one in (few, many) if rows > few.most else (few,):
         tiles = one.tiles
         left: Any = codes if one.rows is None else Block(codes, one.rows)
         right: Any = flat if one.columns is None else Block(flat, one.columns)
@@ -348,7 +344,7 @@ def launch(
         # The sum over kb uses FMAs: the kernel was tuned with them, and promises no bits.
         common.launch(
             grouped_fp8_kernel,
-            (left, scales, row_offsets, right, weight_scales, out, rows, one.least, min(one.most or most, most)),
+            (left, scales, row_offsets, right, weight_scales, out, rows, one.least, one.most or rows),
             one.constants, row_tiles * one.column_tiles, absent=row_offsets, per_sm=tiles.programs, fused=True,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip

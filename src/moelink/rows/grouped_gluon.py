@@ -100,23 +100,23 @@ def _add(a, b):
 
 
 @gluon.jit
-def _tiles_of_groups(row_offsets, rows, least, WARPS: gl.constexpr, S: gl.constexpr):
-    """The number of tiles of each group [GROUPS_POW2], 0 for groups of fewer than ``least`` rows."""
+def _tiles_of_groups(row_offsets, rows, WARPS: gl.constexpr, S: gl.constexpr):
+    """The number of tiles of each group [GROUPS_POW2]."""
     COLUMN_TILES: gl.constexpr = (S.N + S.BLOCK_COLUMNS * S.PARTS - 1) // (S.BLOCK_COLUMNS * S.PARTS)
     group = gl.arange(0, S.GROUPS_POW2, gl.BlockedLayout([1], [32], [WARPS], [0]))
     start = gl.load(row_offsets + group, mask=group < S.NUM_GROUPS, other=0)
     end = gl.load(row_offsets + group + 1, mask=group < S.NUM_GROUPS, other=0)
     size = gl.minimum(end, rows) - gl.minimum(start, rows)
-    return gl.where(size >= least, gl.cdiv(size, _ROWS) * COLUMN_TILES, 0)
+    return gl.cdiv(size, _ROWS) * COLUMN_TILES
 
 
 @gluon.jit
-def _produce(codes, weight, row_offsets, rows, least, total, ring, S: gl.constexpr):
+def _produce(codes, weight, row_offsets, rows, total, ring, S: gl.constexpr):
     """Load all blocks of this CTA's tiles, in order, each into its stage as soon as that is empty."""
     left, right, places, ready, empty = ring
     APART: gl.constexpr = S.N // 2 if S.KIND != "" else S.BLOCK_COLUMNS
     TILE_COLUMNS: gl.constexpr = S.BLOCK_COLUMNS if S.KIND != "" else S.BLOCK_COLUMNS * S.PARTS
-    last_tiles = gl.associative_scan(_tiles_of_groups(row_offsets, rows, least, 1, S), 0, _add)
+    last_tiles = gl.associative_scan(_tiles_of_groups(row_offsets, rows, 1, S), 0, _add)
     field = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
     block = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -245,9 +245,9 @@ def _consume(scales, weight_scales, out, out_scales, rows, total, ring, HALF: gl
             _store_part(out, second, row, end, column + S.BLOCK_COLUMNS, S)
 
 
-@gluon.jit(do_not_specialize=["rows", "least"])
+@gluon.jit(do_not_specialize=["rows"])
 def grouped_gluon_kernel(
-    codes, scales, row_offsets, weight, weight_scales, out, out_scales, rows, least, S: gl.constexpr
+    codes, scales, row_offsets, weight, weight_scales, out, out_scales, rows, S: gl.constexpr
 ):  # fmt: skip
     """See the module."""
     left = gl.allocate_shared_memory(gl.float8e4nv, [2 * S.STAGES, _PART_ROWS, _BLOCK], codes.layout)
@@ -259,12 +259,12 @@ def grouped_gluon_kernel(
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
-    total = gl.sum(_tiles_of_groups(row_offsets, rows, least, 4, S), 0)
+    total = gl.sum(_tiles_of_groups(row_offsets, rows, 4, S), 0)
     ring = (left, right, places, ready, empty)
     gl.warp_specialize([
         (_consume, (scales, weight_scales, out, out_scales, rows, total, ring, 0, S)),
         (_consume, (scales, weight_scales, out, out_scales, rows, total, ring, 1, S)),
-        (_produce, (codes, weight, row_offsets, rows, least, total, ring, S)),
+        (_produce, (codes, weight, row_offsets, rows, total, ring, S)),
     ], [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -280,21 +280,20 @@ def constants_of(weight: torch.Size, activation: tuple[str, float, float] = ("",
 
 def launch(
     codes: torch.Tensor, scales: torch.Tensor, row_offsets: torch.Tensor, weight: torch.Tensor,
-    weight_scales: torch.Tensor, out: torch.Tensor, *, least: int = 1, num_programs: int | None = None,
+    weight_scales: torch.Tensor, out: torch.Tensor, *, num_programs: int | None = None,
 ) -> None:  # fmt: skip
-    """Fill ``out`` [R, N] for groups of ``least`` rows or more, on a device of compute capability 9.0.
+    """Fill ``out`` [R, N] for the rows there are, on a device of compute capability 9.0.
 
     All tensors are contiguous, of the shapes in the table of :mod:`moelink.rows.grouped_fp8`. ``num_programs``: CTAs,
     in place of one for each SM.
     """
     given = codes, scales, row_offsets, weight, weight_scales, out, None
-    _launch(given, constants_of(weight.shape), least, num_programs)
+    _launch(given, constants_of(weight.shape), num_programs)
 
 
 def launch_activated(
     codes: torch.Tensor, scales: torch.Tensor, row_offsets: torch.Tensor, weight: torch.Tensor,
     weight_scales: torch.Tensor, tokens: torch.Tensor, out_scales: torch.Tensor, *, clamp: tuple[float, float] | None,
-    least: int = 1,
 ) -> None:  # fmt: skip
     """Multiply by weights [G, 2 I, K] of gate and up, and fill ``tokens`` [R, I] and ``out_scales`` [I / 128, R].
 
@@ -303,10 +302,10 @@ def launch_activated(
     """
     activation = ("clamped", *clamp) if clamp else ("silu", 1.0, 1.0)
     given = codes, scales, row_offsets, weight, weight_scales, tokens.view(torch.uint8), out_scales
-    _launch(given, constants_of(weight.shape, activation), least, None)
+    _launch(given, constants_of(weight.shape, activation), None)
 
 
-def _launch(given: Sequence[Any], constants: GluonConstants, least: int, num_programs: int | None) -> None:
+def _launch(given: Sequence[Any], constants: GluonConstants, num_programs: int | None) -> None:
     codes, scales, row_offsets, weight, weight_scales, out, out_scales = given
     if not out.numel():
         return
@@ -317,7 +316,7 @@ def _launch(given: Sequence[Any], constants: GluonConstants, least: int, num_pro
     common.launch(
         grouped_gluon_kernel,
         (TensorDescriptor.from_tensor(codes, [PART_ROWS, BLOCK], layout), scales, row_offsets,
-         TensorDescriptor.from_tensor(flat, [BLOCK, BLOCK], layout), weight_scales, out, out_scales, len(codes), least),
+         TensorDescriptor.from_tensor(flat, [BLOCK, BLOCK], layout), weight_scales, out, out_scales, len(codes)),
         constants, row_tiles * triton.cdiv(weight.shape[1], BLOCK * PARTS), absent=row_offsets, per_sm=1,
         num_programs=num_programs, num_warps=4,
     )  # fmt: skip
