@@ -32,6 +32,7 @@ from moelink.formats.base import Format
 from moelink.formats.device import as_float, as_int
 from moelink.kernels.launch.device import has_native_casts
 from moelink.kernels.scale_tiles import row_of_word, word_in_tiles
+from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.common_kernel import RowConstants, bounded, group_of, place
 
@@ -87,6 +88,7 @@ def clear_tails(
 @triton.jit(do_not_specialize=["rows"])
 def silu_and_quantize_kernel(x, row_offsets, input_scales, scales_offsets, tokens, scales, rows, S: tl.constexpr):
     """See the module."""
+    follow_previous_launch(S)
     W: tl.constexpr = (S.HIDDEN_SIZE + S.GROUP_SIZE - 1) // S.GROUP_SIZE
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)

@@ -26,6 +26,7 @@ weights       [2, 2]
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -35,6 +36,7 @@ from moelink.formats.device import as_float, as_int
 from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.device import is_interpreted
 from moelink.kernels.numeric import next_power_of_2
+from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import choose
 from moelink.rows import common_kernel as common
 from moelink.rows.activation_kernel import exp
@@ -57,7 +59,7 @@ class ChooseConstants(Constants):
         SUMMED: the scores of all experts are summed up.
         TOP2: a group's score is the sum of its best two.
         HAS_BIAS, RENORMALIZE, FACTOR: as the choice.
-        TOKENS: at a time.
+        TOKENS: at a time. DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
     """
 
     NUM_EXPERTS: int
@@ -73,6 +75,7 @@ class ChooseConstants(Constants):
     RENORMALIZE: bool
     FACTOR: float
     TOKENS: int
+    DEPENDENT_LAUNCH: bool = False
 
 
 @triton.jit
@@ -141,6 +144,7 @@ def without_barred(key, S: tl.constexpr, G: tl.constexpr, SIZE: tl.constexpr):
 def choose_experts_kernel(logits, bias, ids, weights, tokens, topk, S: tl.constexpr):
     """See the module. ``topk`` is S.TOPK, as a value: a loop of known length would be unrolled, and a launch of few
     tokens fetches every instruction once."""
+    follow_previous_launch(S)
     G: tl.constexpr = next_power_of_2(S.NUM_GROUPS)
     SIZE: tl.constexpr = next_power_of_2(S.SIZE)
     place = tl.arange(0, G * SIZE)[None, :]
@@ -190,6 +194,21 @@ def choose_experts_kernel(logits, bias, ids, weights, tokens, topk, S: tl.conste
         tl.store(weights + to, value * S.FACTOR, mask=mine)
 
 
+@lru_cache(maxsize=256)
+def constants_of(choice: choose.Choice, experts: int, has_bias: bool) -> ChooseConstants:
+    """Return the launch constants for logits of ``experts`` experts."""
+    groups = choice.num_groups if choice.is_limited else 1
+    places = triton.next_power_of_2(groups) * triton.next_power_of_2(experts // groups)
+    scored, softmax = choice.compares_scores(has_bias), choice.scoring == "softmax"
+    return ChooseConstants(
+        NUM_EXPERTS=experts, TOPK=choice.topk, NUM_GROUPS=groups, TOPK_GROUPS=choice.topk_groups,
+        SIZE=experts // groups, SOFTMAX=softmax, SCORED=scored,
+        SUMMED=softmax and (scored or not choice.renormalize), TOP2=choice.group_score == "top2",
+        HAS_BIAS=has_bias, RENORMALIZE=choice.renormalize, FACTOR=choice.scaling_factor,
+        TOKENS=max(1, (4096 if is_interpreted() else 128) // places),
+    )  # fmt: skip
+
+
 def launch(
     logits: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor, choice: choose.Choice
 ) -> None:
@@ -202,16 +221,8 @@ def launch(
     tokens, experts = logits.shape
     if not tokens:
         return
-    groups = choice.num_groups if choice.is_limited else 1
-    places = triton.next_power_of_2(groups) * triton.next_power_of_2(experts // groups)
-    at_once = max(1, (4096 if is_interpreted() else 128) // places)
-    scored, softmax = choice.compares_scores(bias is not None), choice.scoring == "softmax"
-    constants = ChooseConstants(
-        NUM_EXPERTS=experts, TOPK=choice.topk, NUM_GROUPS=groups, TOPK_GROUPS=choice.topk_groups,
-        SIZE=experts // groups, SOFTMAX=softmax, SCORED=scored,
-        SUMMED=softmax and (scored or not choice.renormalize), TOP2=choice.group_score == "top2",
-        HAS_BIAS=bias is not None, RENORMALIZE=choice.renormalize, FACTOR=choice.scaling_factor, TOKENS=at_once,
-    )  # fmt: skip
+    constants = constants_of(choice, experts, bias is not None)
+    at_once = int(getattr(constants.TOKENS, "value", constants.TOKENS))  # a constexpr where kernels are compiled
     common.launch(
         choose_experts_kernel, (logits, bias, ids, weights, tokens, choice.topk), constants,
         triton.cdiv(tokens, at_once), absent=logits, per_sm=32, num_warps=1,

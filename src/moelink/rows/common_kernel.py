@@ -10,8 +10,8 @@ GS groups a row. Step s then handles the groups [s * N, s * N + N), N = GROUPS_P
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ import triton.language as tl
 from moelink.formats.base import Format
 from moelink.formats.device import f32_to_bf16
 from moelink.kernels.launch.cache_keys import Constants
+from moelink.kernels.launch.device import has_dependent_launches
 from moelink.kernels.launch.row_launch import row_launcher
 
 LAYOUTS = ("row_major", "transposed", "tiles_128x4")
@@ -50,6 +51,7 @@ class RowConstants(Constants):
         COLUMNS, ROWS: columns at a time, of so many rows.
         HAS_WEIGHTS, HAS_OUT, HAS_DOTS: whether there are weights, and which results are computed.
         BY_SLOT: only rows of one slot are stored.
+        DEPENDENT_LAUNCH: the launch may start before the one before it has ended; :func:`launch` sets it.
     """
 
     HIDDEN_SIZE: int
@@ -76,6 +78,7 @@ class RowConstants(Constants):
     HAS_OUT: bool = False
     HAS_DOTS: bool = False
     BY_SLOT: bool = False
+    DEPENDENT_LAUNCH: bool = False
 
 
 class Form(NamedTuple):
@@ -208,8 +211,15 @@ def launch(
     device = absent.device
     if num_programs is None:
         num_programs = max(1, min(per_sm * sms_of(device) if device.type == "cuda" else 2, steps))
+    S = _on(S, device)
     given = [absent if argument is None else argument for argument in arguments]
     row_launcher().launch(kernel, given, S, num_programs, device=device, fused=fused, options=options)
+
+
+@lru_cache(maxsize=1024)
+def _on(S: Any, device: torch.device) -> Any:
+    """Return the constants of a launch on ``device``, of which ``S`` are those that do not depend on it."""
+    return replace(S, DEPENDENT_LAUNCH=True) if has_dependent_launches(device) else S
 
 
 @cache

@@ -18,6 +18,7 @@ import triton.language as tl
 from moelink.formats.base import Format
 from moelink.kernels.launch.device import has_native_casts
 from moelink.kernels.scale_tiles import place_in_tiles
+from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.common_kernel import RowConstants, group_of, place, rounded
 
@@ -50,6 +51,7 @@ def scale_of(scales, row_offsets, scales_offsets, row, group, here, rows, S: tl.
 @triton.jit(do_not_specialize=["rows"])
 def dequantize_rows_kernel(tokens, scales, row_offsets, scales_offsets, input_scale, out, rows, S: tl.constexpr):
     """See the module."""
+    follow_previous_launch(S)
     W: tl.constexpr = S.HIDDEN_SIZE // S.GROUP_SIZE
     total = tl.minimum(tl.load(row_offsets + S.NUM_GROUPS), rows)
     steps = tl.cdiv(total.to(tl.int64) * W, S.GROUPS_PER_STEP).to(tl.int32)

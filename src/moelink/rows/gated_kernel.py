@@ -38,6 +38,7 @@ import triton.language as tl
 
 from moelink.arith import ceil_div
 from moelink.kernels.launch.device import has_native_casts
+from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.common_kernel import RowConstants, bounded, number, place, rounded
 
@@ -68,6 +69,7 @@ def gate_and_up(source, here, S: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def gated_activation_kernel(gate_up, row_offsets, out, rows, S: tl.constexpr):
     """See the module: ``out`` of ``gate_up``."""
+    follow_previous_launch(S)
     W: tl.constexpr = S.HIDDEN_SIZE // S.GROUP_SIZE
     total = tl.minimum(tl.load(row_offsets + S.NUM_GROUPS), rows)
     steps = tl.cdiv(total.to(tl.int64) * W, S.GROUPS_PER_STEP).to(tl.int32)
@@ -86,6 +88,7 @@ def gated_activation_kernel(gate_up, row_offsets, out, rows, S: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def gated_gradient_kernel(grad, gate_up, row_offsets, dgate_up, rows, S: tl.constexpr):
     """See the module: ``dgate_up`` of the gradient that comes and the rows that went in."""
+    follow_previous_launch(S)
     W: tl.constexpr = S.HIDDEN_SIZE // S.GROUP_SIZE
     total = tl.minimum(tl.load(row_offsets + S.NUM_GROUPS), rows)
     steps = tl.cdiv(total.to(tl.int64) * W, S.GROUPS_PER_STEP).to(tl.int32)

@@ -49,6 +49,7 @@ from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.device import has_native_casts, is_interpreted
 from moelink.kernels.launch.row_launch import Block
 from moelink.kernels.numeric import round_to
+from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import common_kernel as common
 
 BLOCK = 128
@@ -66,7 +67,7 @@ class GroupedConstants(Constants):
         BAND: tiles of rows that the tiles in progress span before they go on to the next columns.
         SWAPPED: multiply weight by transposed rows. DESCRIPTORS: load tiles through tensor descriptors.
         OPERANDS: the type of the factors: "fp8" if the device can, else "fp16" (exact), or "fp32" interpreted.
-        NATIVE_CASTS: the device's narrow conversions.
+        NATIVE_CASTS: the device's narrow conversions. DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
     """
 
     K: int
@@ -81,6 +82,7 @@ class GroupedConstants(Constants):
     DESCRIPTORS: bool
     OPERANDS: str
     NATIVE_CASTS: bool
+    DEPENDENT_LAUNCH: bool = False
 
 
 @triton.jit
@@ -189,6 +191,7 @@ def _tile(codes, scales, weight, weight_scales, out, rows, group, place, bounds,
 @triton.jit(do_not_specialize=["rows", "least", "most"])
 def grouped_fp8_kernel(codes, scales, row_offsets, weight, weight_scales, out, rows, least, most, S: tl.constexpr):
     """See the module."""
+    follow_previous_launch(S)
     COLUMN_TILES: tl.constexpr = (S.N + S.BLOCK_COLUMNS * S.PARTS - 1) // (S.BLOCK_COLUMNS * S.PARTS)
     groups = tl.arange(0, S.GROUPS_POW2)
     starts = tl.load(row_offsets + groups, mask=groups < S.NUM_GROUPS, other=0)

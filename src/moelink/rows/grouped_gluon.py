@@ -23,7 +23,7 @@ barrier   a phase ends with                              waited for by
 ========  =============================================  ===============================================================
 
 With the first block of a tile the producer writes the tile's place beside the stage, before it arrives: (first row,
-end of the group, group, tile of columns). So only the producer searches the groups. Consumers read it behind their wait.
+end of the group, group, tile of columns). So the producer alone searches the groups. Consumers read it after waiting.
 Rows of a tile from the end of its group on are loaded (as zeros behind the buffer) and multiplied, but never stored.
 
 With an activation (KIND) the two parts of a tile are 128 columns of gate and the same columns of up, N / 2 further on.
@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moelink.formats.device import encode_fp32_scale
 from moelink.kernels.launch.cache_keys import Constants
+from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.activation_kernel import gated
 from moelink.rows.grouped_fp8 import BLOCK, tile_in_group
@@ -76,7 +78,7 @@ class GluonConstants(Constants):
     Attributes:
         K, N: columns of a row and of the output. NUM_GROUPS: groups; GROUPS_POW2: the next power of two.
         BLOCK_COLUMNS, PARTS: columns of a part of a tile, and parts. BAND: tiles of rows that tiles in progress span.
-        STAGES: of the ring.
+        STAGES: of the ring. DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
         KIND: of the gated activation, "silu" or "clamped"; "" for the product alone. ALPHA, LIMIT: the numbers of the
             clamped kind.
     """
@@ -92,6 +94,7 @@ class GluonConstants(Constants):
     KIND: str = ""
     ALPHA: float = 1.0
     LIMIT: float = 1.0
+    DEPENDENT_LAUNCH: bool = False
 
 
 @gluon.jit
@@ -250,6 +253,7 @@ def grouped_gluon_kernel(
     codes, scales, row_offsets, weight, weight_scales, out, out_scales, rows, S: gl.constexpr
 ):  # fmt: skip
     """See the module."""
+    follow_previous_launch(S)
     left = gl.allocate_shared_memory(gl.float8e4nv, [2 * S.STAGES, _PART_ROWS, _BLOCK], codes.layout)
     right = gl.allocate_shared_memory(gl.float8e4nv, [S.PARTS * S.STAGES, S.BLOCK_COLUMNS, _BLOCK], weight.layout)
     places = gl.allocate_shared_memory(gl.int32, [S.STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -268,6 +272,7 @@ def grouped_gluon_kernel(
     ], [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
 
 
+@lru_cache(maxsize=256)
 def constants_of(weight: torch.Size, activation: tuple[str, float, float] = ("", 1.0, 1.0)) -> GluonConstants:
     """Launch constants of the kernel for weights of shape [G, N, K] and an activation of (kind, alpha, limit)."""
     groups, columns, inner = weight

@@ -39,6 +39,7 @@ import triton.language as tl
 from moelink.arith import ceil_div
 from moelink.kernels.launch.device import has_native_casts
 from moelink.kernels.numeric import only
+from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.common_kernel import RowConstants, number, rounded
 
@@ -48,6 +49,7 @@ _MOST_COLUMNS = 1024
 @triton.jit(do_not_specialize=["rows", "slot"])
 def scale_rows_kernel(d, other, weights, src_info, row_offsets, out, dots, rows, slot, S: tl.constexpr):
     """See the module."""
+    follow_previous_launch(S)
     total = tl.minimum(tl.load(row_offsets + S.NUM_GROUPS), rows)
     for step in range(tl.program_id(0), tl.cdiv(total, S.ROWS), tl.num_programs(0)):
         row = tl.cast(step, tl.int64) * S.ROWS + tl.arange(0, S.ROWS)

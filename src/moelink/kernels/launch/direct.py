@@ -173,6 +173,15 @@ def launches_directly(metadata: Any) -> bool:
     return not (attributes or metadata.global_scratch_size or metadata.profile_scratch_size)
 
 
+def config_of(loaded: Any, driver: Driver) -> LaunchConfig:
+    """Return the configuration of launches of a loaded kernel. They may start before the one before them has ended if
+    the kernel waits for it."""
+    num_warps, _, shared = loaded.packed_metadata
+    early = LaunchAttribute(_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
+    dependent = _WAITS in loaded.asm["ptx"] and driver.has_dependent_launches()
+    return LaunchConfig(1, 1, 1, 32 * num_warps, 1, 1, shared, None, ctypes.pointer(early), int(dependent))
+
+
 class DirectKernel:
     """A loaded kernel and the buffer of its parameters.
 
@@ -180,11 +189,8 @@ class DirectKernel:
         addresses: the addresses in the buffer, which may be written one by one.
     """
 
-    def __init__(self, loaded: Any, layout: ParameterLayout, driver: Driver, *, dependent: bool = False) -> None:
-        """``dependent``: launches may start before the one before them has ended, because the kernel waits for it."""
-        num_warps, _, shared = loaded.packed_metadata
+    def __init__(self, loaded: Any, layout: ParameterLayout, driver: Driver) -> None:
         self._loaded, self._layout = loaded, layout  # the former keeps the device's copy of the kernel
-        self._dependent = dependent
         self._driver, self._launch = driver, driver.launch
         self._addresses = struct.Struct(f"={_ADDRESS * layout.addresses}")
         begin = self._addresses.size
@@ -195,8 +201,7 @@ class DirectKernel:
         self.addresses = memoryview(self._buffer).cast("B")[:begin].cast(_ADDRESS)
         self._size = ctypes.c_size_t(size)
         extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self._buffer), 2, ctypes.addressof(self._size), 0)
-        early = LaunchAttribute(_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
-        self._config = LaunchConfig(1, 1, 1, 32 * num_warps, 1, 1, shared, None, ctypes.pointer(early), int(dependent))
+        self._config = config_of(loaded, driver)
         function = ctypes.c_void_p(int(loaded.function))
         self._arguments = ctypes.byref(self._config), function, ctypes.c_void_p(), extra
         self._latest: Any = None
@@ -220,11 +225,11 @@ class DirectKernel:
                     stacklevel=2,
                 )
             return None
-        return cls(loaded, layout, driver, dependent=_WAITS in loaded.asm["ptx"] and driver.has_dependent_launches())
+        return cls(loaded, layout, driver)
 
     def copy(self) -> DirectKernel:
         """Return another direct form of the kernel, with a buffer of its own that begins with the same parameters."""
-        other = DirectKernel(self._loaded, self._layout, self._driver, dependent=self._dependent)
+        other = DirectKernel(self._loaded, self._layout, self._driver)
         other._buffer.raw = self._buffer.raw
         return other
 

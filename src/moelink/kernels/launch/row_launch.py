@@ -36,7 +36,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moelink.kernels.launch.arguments import has_hooks
 from moelink.kernels.launch.cache_keys import settle_cache_key
 from moelink.kernels.launch.device import is_interpreted
-from moelink.kernels.launch.direct import Driver, LaunchConfig, cuda_driver, launches_directly
+from moelink.kernels.launch.direct import Driver, config_of, cuda_driver, launches_directly
 
 _PLAIN = (Tensor, Parameter)
 _LARGEST = (1 << 31) - 1
@@ -48,7 +48,7 @@ _L2_128B = 2
 
 
 class Block(NamedTuple):
-    """A contiguous tensor [R, C] that a kernel loads through a tensor descriptor, and the shape of what a load takes."""
+    """A contiguous tensor [R, C] that a kernel loads through a tensor descriptor, and the shape of a load."""
 
     tensor: Tensor
     shape: tuple[int, int]
@@ -100,13 +100,12 @@ class PreparedRows:
     ) -> None:  # fmt: skip
         """``words``: of 8 bytes, the first ``values`` of which :meth:`launch` writes. ``maps``: each with the word of
         its address, behind which the number of its rows is. ``parameters``: the word of each, or the map -1 - i."""
-        num_warps, _, shared = loaded.packed_metadata
         self._loaded, self._driver, self._launch = loaded, driver_, driver_.launch
         self._words, self._values = (ctypes.c_int64 * len(words))(*words), struct.Struct(f"{values}q")
         self._maps = tuple(maps)
         begin = ctypes.addressof(self._words)
         places = [maps[-1 - i][1].address if i < 0 else begin + 8 * i for i in parameters]
-        self._config = LaunchConfig(1, 1, 1, 32 * num_warps, 1, 1, shared)
+        self._config = config_of(loaded, driver_)
         function = ctypes.c_void_p(int(loaded.function))
         self._arguments = (
             ctypes.byref(self._config), function, (ctypes.c_void_p * len(places))(*places), ctypes.c_void_p()
@@ -116,7 +115,7 @@ class PreparedRows:
 
     @classmethod
     def of(cls, loaded: Any, arguments: Sequence[Any], driver_: Driver) -> PreparedRows | None:
-        """Return the prepared form of a loaded kernel that was compiled for ``arguments``, or None where only Triton can
+        """Return the prepared form of a loaded kernel that was compiled for ``arguments``, or None if only Triton can
         launch it.
 
         Warns:

@@ -14,6 +14,10 @@ Why no wait gets longer: CTAs of the next launch hold places on the SMs while th
 need. So a CTA allows them only after its last wait for another rank, or at its end. When all CTAs have, this launch
 waits for no rank any more. It ends whatever the device runs besides, and so does the next launch's wait.
 
+Kernels on rows (:mod:`moelink.rows`) wait for no rank, so they allow the next launch as soon as they go on
+(:func:`follow_previous_launch`). The next launch's wait is for their end, which follows their own wait: what it finds
+is what stream order promises, however many such launches follow one another.
+
 Example: CTA 0 sends and ends, CTA 1 sees the last message and then unpacks it. The next launch starts when CTA 0 has
 ended and CTA 1 has seen the message. Its CTAs go on when CTA 1 has ended.
 """
@@ -38,3 +42,11 @@ def allow_next_launch(S: tl.constexpr):
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )  # fmt: skip
+
+
+@triton.jit
+def follow_previous_launch(S: tl.constexpr):
+    """Wait for the launch before this one, and let the next one take its place: of kernels that wait for nothing
+    else."""
+    wait_for_previous_launch(S)
+    allow_next_launch(S)
