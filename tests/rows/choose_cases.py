@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moelink.rows.choose import Choice
+from moelink.rows.choice import Choice
 
 SIZES = (
     (12, 3, ((1, 1), (4, 2), (3, 2))),

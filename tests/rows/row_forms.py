@@ -35,7 +35,7 @@ from moelink.rows import (
 from moelink.rows import (
     scale_rows_kernel as scale_rows,
 )
-from moelink.rows.choose import Choice
+from moelink.rows.choice import Choice
 from tests.kernels.absent_gpu import on
 from tests.kernels.covering import Row, covering_rows
 from tests.kernels.lowering import Spec

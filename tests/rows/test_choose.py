@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from moelink.kernels.launch.device import is_interpreted
-from moelink.rows.choose import Choice, choose, gradient, twin
+from moelink.rows.choice import Choice
+from moelink.rows.choose import choose, gradient, twin
 from moelink.rows.choose_kernel import launch
 from tests.rows.choose_cases import LOGITS, Form, choose_one, drawn, forms
 from tests.support.processes import run_compiled

@@ -35,7 +35,8 @@ from moelink.arguments import describe
 from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 from moelink.nn.experts import as_group, grouped_matmul
 from moelink.nn.parameters import ROUTER, KeepsBuffers, draw
-from moelink.rows.choose import Choice, choose
+from moelink.rows.choice import Choice
+from moelink.rows.choose import choose
 from moelink.rows.wide_product import wide_product
 
 Scoring = Literal["softmax", "sigmoid"]

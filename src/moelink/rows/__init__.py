@@ -5,7 +5,7 @@ activation      the gated activation between the two products, quantised for the
 gated           the same with gradients, for rows that stay in their dtype; gated_kernel
 grouped_fp8     the kernel of a grouped product of fp8 rows and weights with scales by block
 dequantize      quantised rows as rows of a plain dtype, through which gradients flow; dequantize_kernel
-choose          the experts of each token, and their weights; choose_kernel
+choose          the experts of each token, and their weights; choice, choose_kernel
 wide_product    the logits of a router
 scale_rows      gradients of combine, and conversions between dtypes; scale_rows_kernel
 common_kernel   parts of these kernels: launch constants, the division of rows into steps, the launch

@@ -37,12 +37,12 @@ from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.device import is_interpreted
 from moelink.kernels.numeric import next_power_of_2
 from moelink.kernels.sync.dependent_launch import follow_previous_launch
-from moelink.rows import choose
+from moelink.rows import choice as shared
 from moelink.rows import common_kernel as common
 from moelink.rows.activation_kernel import exp
 
-STEPS = tl.constexpr(choose.STEPS)
-LEAST = tl.constexpr(choose.LEAST)
+STEPS = tl.constexpr(shared.STEPS)
+LEAST = tl.constexpr(shared.LEAST)
 LOWEST = tl.constexpr(-0x80000000)
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 
@@ -195,7 +195,7 @@ def choose_experts_kernel(logits, bias, ids, weights, tokens, topk, S: tl.conste
 
 
 @lru_cache(maxsize=256)
-def constants_of(choice: choose.Choice, experts: int, has_bias: bool) -> ChooseConstants:
+def constants_of(choice: shared.Choice, experts: int, has_bias: bool) -> ChooseConstants:
     """Return the launch constants for logits of ``experts`` experts."""
     groups = choice.num_groups if choice.is_limited else 1
     places = triton.next_power_of_2(groups) * triton.next_power_of_2(experts // groups)
@@ -210,7 +210,7 @@ def constants_of(choice: choose.Choice, experts: int, has_bias: bool) -> ChooseC
 
 
 def launch(
-    logits: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor, choice: choose.Choice
+    logits: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, weights: torch.Tensor, choice: shared.Choice
 ) -> None:
     """Fill ``ids`` and ``weights`` [T, K], int32 and fp32, from ``logits`` [T, E] and ``bias`` [E], fp32. All are
     contiguous.
