@@ -35,6 +35,7 @@ from torch import Tensor
 from moelink.rows.activation import exp
 from moelink.rows.choice import LEAST, STEPS, Choice
 
+
 def choose(logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
     """Return ids [T, K] int32, best first, and weights [T, K], of ``logits`` [T, E] fp32 or fp64 and ``bias`` [E] of
     the same dtype. Weights are differentiable in ``logits``.
