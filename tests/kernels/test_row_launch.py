@@ -65,7 +65,9 @@ class Kernel:
     def __init__(self, **kinds: str) -> None:
         self.kinds, self.compiled, self.by_triton = kinds, [], []  # type: ignore[var-annotated]
         self.params = [SimpleNamespace(name=name, do_not_specialize=True) for name in kinds]
-        parts = [size for kind in kinds.values() for start, part in SIZES.items() if kind.startswith(start) for size in part]
+        parts = [
+            size for kind in kinds.values() for start, part in SIZES.items() if kind.startswith(start) for size in part
+        ]
         self.library = PlayedLibrary([*parts, 8, 8])
         self.metadata = SimpleNamespace(
             num_ctas=1, launch_cooperative_grid=False, launch_pdl=False, global_scratch_size=0, profile_scratch_size=0,
@@ -101,10 +103,17 @@ def play(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensors(rows: int = 6) -> tuple[Any, ...]:
-    return Block(torch.zeros(rows, 256, dtype=torch.int8), (64, 128)), torch.zeros(8, dtype=torch.bfloat16), 12, torch.zeros(4)
+    return (
+        Block(torch.zeros(rows, 256, dtype=torch.int8), (64, 128)),
+        torch.zeros(8, dtype=torch.bfloat16),
+        12,
+        torch.zeros(4),
+    )
 
 
-def launch(launcher: RowLauncher, kernel: Kernel, *arguments: Any, S: str = "S", count: int = 3, **options: Any) -> None:
+def launch(
+    launcher: RowLauncher, kernel: Kernel, *arguments: Any, S: str = "S", count: int = 3, **options: Any
+) -> None:
     launcher.launch(kernel, arguments, S, count, device=CARD, fused=True, options=options)
 
 
@@ -157,7 +166,8 @@ def test_each_kind_is_compiled(kernel: Kernel) -> None:
     launcher, (block, to, number, other) = RowLauncher(), tensors()
     wide = Block(torch.zeros(6, 512, dtype=torch.int8), (64, 128))
     kinds: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
-        ((block, to, number, other), {}), ((block, to[1:], number, other), {}), ((block, to.float(), number, other), {}),
+        ((block, to, number, other), {}), ((block, to[1:], number, other), {}),
+        ((block, to.float(), number, other), {}),
         ((wide, to, number, other), {}), ((Block(block.tensor, (32, 128)), to, number, other), {}),
         ((block, to, number, other), {"S": "other"}), ((block, to, number, other), {"num_warps": 8}),
         ((block, to, number, other), {"num_stages": 8}),
@@ -174,7 +184,9 @@ def test_each_kind_is_compiled(kernel: Kernel) -> None:
 
 def test_no_tensor_is_kept(kernel: Kernel) -> None:
     launcher, given = RowLauncher(), list(tensors())
-    kept = [weakref.ref(each.tensor if isinstance(each, Block) else each) for each in given if not isinstance(each, int)]
+    kept = [
+        weakref.ref(each.tensor if isinstance(each, Block) else each) for each in given if not isinstance(each, int)
+    ]
     launch(launcher, kernel, *given)
     kernel.compiled.clear()
     del given

@@ -24,19 +24,19 @@ BUDGET = {
     "memory": 1924,
     "memory/nodes": 854,
     "control": 3797,
-    "kernels": 705,
+    "kernels": 706,
     "kernels/combine": 1225,
     "kernels/dispatch": 3148,
-    "kernels/launch": 1637,
+    "kernels/launch": 1935,
     "kernels/nodes": 1182,
     "kernels/sync": 1294,
-    "rows": 2384,
+    "rows": 2120,
     "transports": 1797,
     "transports/collective": 1820,
     "transports/symmetric": 2144,
     "contract": 2422,
-    "ops": 1725,
-    "nn": 4412,
+    "ops": 1760,
+    "nn": 4450,
     "integrations": 4417,
     "tracing": 535,
     "tracing/device": 524,
@@ -49,7 +49,7 @@ BUDGET = {
     "tools/trace": 234,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 9398, "layer": 1627, "frameworks": 1009}
+BUDGET_OF_BENCH = {".": 9380, "layer": 1627, "frameworks": 1009}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""

@@ -1,5 +1,5 @@
-"""Measure host time of eager calls: of dispatch and combine (``calls``), and what the operator layer (``operators``)
-and metrics (``metrics``) add to it.
+"""Measure host time of eager calls: of dispatch and combine (``calls``), of a layer (``layer``), and what the operator
+layer (``operators``) and metrics (``metrics``) add to it.
 
 ``calls``: one rank on the symmetric transport, on a CUDA device, or on a CPU that plays one
 (:mod:`moelink_bench.played`): there the host does what it does in a call on a GPU, but launches and looks at the
@@ -12,6 +12,10 @@ time of this process, and the least of many short batches, as other work on the 
 * ``tensors``: what a pair asks of PyTorch's allocator, alone. ``launches``: the two launches of a pair, alone, with
   parameters that are in place. Both together are the floor: what no change of moelink's Python can save.
 * ``own``: ``pair`` less the floor.
+
+``layer``: an eager call of ``moelink.nn.MoE`` on such a device, and its parts: the router, the experts, and the pair of
+dispatch and combine. With experts in fp8 (``triton``), and in bf16 (``dequantize``), of these also while gradients are
+recorded, forward alone. On a device that is played, products of bf16 are computed by torch.
 
 ``operators``: one rank, on a CPU over the collective transport, on a CUDA device over the symmetric one. Nothing
 travels: what is timed is Python, PyTorch's dispatcher and, on a CPU, a few small tensors. A *pair* is one dispatch and
@@ -28,6 +32,7 @@ is scraped ten times a second (``on``), in turns; and how long a scrape takes, f
 the interpreter's lock.
 
     python -m moelink_bench.host calls --device cuda
+    python -m moelink_bench.host layer --device cuda
     python -m moelink_bench.host operators --device cuda
     python -m moelink_bench.host metrics --device cuda
 """
@@ -41,6 +46,7 @@ import statistics
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 from urllib.request import urlopen
@@ -70,7 +76,14 @@ BUDGET = {"operator": 250.0, "operator, gradients": 400.0}
 """Microseconds of host time that a pair through the operators may take more than the direct one."""
 ROUNDS, WARMUP_ROUNDS = 400, 20
 SCRAPE_SECONDS, TURN = 0.1, 10
+LAYER_TOKENS, LAYER_INNER = 4, 256
+ROUTER: dict[str, Any] = {
+    "scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, "group_score": "top2", "scaling_factor": 2.5,
+}  # fmt: skip
+LAYER_TARGETS = {"layer": 150.0, "layer, gradients": 400.0}
+"""Microseconds of host time at most, on a machine with H200s."""
 HOST_BENCHMARK, OPERATORS_BENCHMARK, METRICS_BENCHMARK = "host_time", "ops_overhead", "metrics_overhead"
+LAYER_BENCHMARK = "layer_host_time"
 
 
 def least(call: Callable[[], Any], clock: Clock) -> float:
@@ -133,6 +146,56 @@ def measure_calls(ep: moelink.Communicator) -> dict[str, Any]:
     del out
     times["own"] = round(times["pair"] - times["tensors"] - times["launches"], 1)
     return {"microseconds": times, "tensors_of_a_pair": len(made)}
+
+
+def measure_layer(ep: moelink.Communicator) -> dict[str, Any]:
+    """Return the microseconds of a call of a layer and of its parts, by the backend of its experts. On a device, or on
+    one that is played."""
+    from moelink.nn import MoE, RouterConfig
+
+    config = ep.config
+    x = torch.randn(LAYER_TOKENS, config.hidden_size, device=ep.device).bfloat16()
+    times: dict[str, dict[str, float]] = {}
+    for backend in ("triton", "dequantize"):
+        layer = MoE(
+            ep, intermediate_size=LAYER_INNER, router=RouterConfig(**ROUTER), experts_backend=backend,  # type: ignore[arg-type]
+            load_steps=0, dtype=torch.bfloat16,
+        )  # fmt: skip
+        times[backend] = layer_times(layer, x)
+        if backend == "dequantize":
+            learning = x.clone().requires_grad_()
+            times[backend]["layer, gradients"] = least(partial(layer, learning), ProcessorClock(ep.device))
+    return {"microseconds": times}
+
+
+@torch.no_grad()
+def layer_times(layer: Any, x: Tensor) -> dict[str, float]:
+    """Return the microseconds of a call without gradients and of its parts."""
+    from moelink.rows.dequantize import dequantized
+
+    ep, routing = layer.ep, layer.router(x)
+    recv = ep.dispatch(x, routing.topk_ids, routing.topk_weights, max_tokens=len(x))
+    rows = dequantized(recv, ep.config, dtype=torch.bfloat16)
+
+    def pair() -> None:
+        ep.combine(rows, ep.dispatch(x, routing.topk_ids, routing.topk_weights, max_tokens=len(x)))
+
+    def experts() -> Tensor:
+        if layer.experts_backend == "triton":
+            return layer.experts(recv.tokens, recv.scales, recv.row_offsets)  # type: ignore[no-any-return]
+        return layer.experts(dequantized(recv, ep.config, dtype=torch.bfloat16), recv.row_offsets)  # type: ignore[no-any-return]
+
+    parts: dict[str, Callable[[], Any]] = {
+        "layer": partial(layer, x), "router": partial(layer.router, x), "experts": experts, "pair": pair,
+    }  # fmt: skip
+    return {name: least(call, ProcessorClock(ep.device)) for name, call in parts.items()}
+
+
+def layer_fields(kind: str) -> dict[str, Any]:
+    """Measure a layer on a device of this kind ("cpu", "cuda"), print the times, return the fields of the result."""
+    settings = {"batches": BATCHES, "calls": CALLS, "warmup": WARMUP, "tokens": LAYER_TOKENS, "inner": LAYER_INNER}
+    unit = "microseconds of the host's processor time per call"
+    return measured(kind, measure_layer, {"unit": unit, "settings": settings, "targets": LAYER_TARGETS})
 
 
 def opened(kind: str) -> tuple[Any, dict[str, Any]]:
@@ -383,6 +446,7 @@ def overhead_of(document: dict[str, Any]) -> str:
 
 MEASURES: Mapping[str, tuple[Callable[[str], dict[str, Any]], str]] = MappingProxyType({
     "calls": (calls_fields, HOST_BENCHMARK),
+    "layer": (layer_fields, LAYER_BENCHMARK),
     "operators": (operators_fields, OPERATORS_BENCHMARK),
     "metrics": (metrics_fields, METRICS_BENCHMARK),
 })  # fmt: skip

@@ -111,6 +111,10 @@ def _current_device() -> int:
     return 0 if not torch.cuda.is_initialized() else -1
 
 
+def _takes_kernels(tensor: Tensor) -> bool:
+    return True
+
+
 @contextmanager
 def played(**options: Any) -> Iterator[moelink.Communicator]:
     """Return a context with a communicator of one rank, made with ``options``, whose device is played."""
@@ -125,8 +129,8 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
             mock.patch.object(Launcher, "launch", _launch),
             mock.patch.object(Launcher, "preparing", nullcontext),
             mock.patch.object(torch.cuda, "current_device", _current_device),
-            mock.patch.object(eager, "takes_kernels", lambda tensor: True),
-            mock.patch.object(row_launch, "is_interpreted", lambda: False),
+            mock.patch.object(eager, "takes_kernels", _takes_kernels),
+            mock.patch.object(row_launch, "is_interpreted", bool),
             mock.patch.object(row_launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=abs))),
             mock.patch.object(RowLauncher, "launch", _launch_rows),
             mock.patch.object(RowLauncher, "_prepare", lambda _, kernel, given, *options: prepared_rows(given)),

@@ -87,8 +87,8 @@ class Dispatch(torch.autograd.Function):
         static = REGISTRY.find(communicator, "dispatch").static
         _saved_unchecked(order)
         outputs: tuple[Tensor, ...] = library.without_gradient(
-            library.dispatch, order, x, topk_ids, topk_weights, scales, input_scale, list(routing), host_counts, communicator,
-            max_tokens=max_tokens,
+            library.dispatch, order, x, topk_ids, topk_weights, scales, input_scale, list(routing), host_counts,
+            communicator, max_tokens=max_tokens,
         )  # fmt: skip
         rows, weights = CARRIER if static.quantised else _TOKENS, _TOPK_WEIGHTS if static.ranked else _WEIGHTS
         wanted = {rows: ctx.needs_input_grad[1], weights: ctx.needs_input_grad[3]}
@@ -154,8 +154,8 @@ class Combine(torch.autograd.Function):
         reduce, communicator, home_weights = settings
         _saved_unchecked(order)
         out: Tensor = library.without_gradient(
-            library.combine, order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights, list(record),
-            reduce=reduce, communicator=communicator,
+            library.combine, order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights,
+            list(record), reduce=reduce, communicator=communicator,
         )  # fmt: skip
         ctx.order, ctx.communicator, ctx.reduce, ctx.y_dtype = order, communicator, reduce, y.dtype
         ctx.added = [None if term is None else (term.dim(), term.dtype) for term in (shared, epilogue)]

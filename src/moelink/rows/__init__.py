@@ -8,6 +8,7 @@ dequantize      quantised rows as rows of a plain dtype, through which gradients
 choose          the experts of each token, and their weights; choice, choose_kernel
 wide_product    the logits of a router
 scale_rows      gradients of combine, and conversions between dtypes; scale_rows_kernel
+eager           eager calls of these operators without torch's dispatcher
 common_kernel   parts of these kernels: launch constants, the division of rows into steps, the launch
 ==============  ========================================================================================================
 

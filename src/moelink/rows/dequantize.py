@@ -136,4 +136,6 @@ def _dequantize_rows_fake(tokens: Tensor, *others: Any) -> Tensor:
     return tokens.new_empty(tokens.shape[0], hidden_size, dtype=dtype)
 
 
-torch.library.custom_op("moelink::dequantize_rows", _dequantize_rows, mutates_args=()).register_fake(_dequantize_rows_fake)
+torch.library.custom_op("moelink::dequantize_rows", _dequantize_rows, mutates_args=()).register_fake(
+    _dequantize_rows_fake
+)

@@ -48,7 +48,7 @@ _L2_128B = 2
 
 
 class Block(NamedTuple):
-    """A contiguous tensor [R, C] that a kernel loads through a tensor descriptor, and the shape of a load."""
+    """A contiguous tensor [R, C] that a kernel loads through a tensor descriptor, and the shape of what it loads."""
 
     tensor: Tensor
     shape: tuple[int, int]
@@ -115,8 +115,8 @@ class PreparedRows:
 
     @classmethod
     def of(cls, loaded: Any, arguments: Sequence[Any], driver_: Driver) -> PreparedRows | None:
-        """Return the prepared form of a loaded kernel that was compiled for ``arguments``, or None if only Triton can
-        launch it.
+        """Return the prepared form of a loaded kernel that was compiled for ``arguments``, or None where only Triton
+        can launch it.
 
         Warns:
             UserWarning: the driver names other parameters than this release of Triton is known to make.
@@ -233,7 +233,8 @@ class RowLauncher:
     def _prepare(
         self, kernel: Any, arguments: Sequence[Any], S: Any, fused: bool, options: dict[str, Any]
     ) -> PreparedRows | None:
-        """Compile and load a kernel on the current device, and return its prepared form, or None where Triton must launch it."""
+        """Compile and load a kernel on the current device. Return its prepared form, or None where Triton must launch
+        it."""
         for parameter, argument in zip(kernel.params, arguments, strict=False):
             specialised = type(argument) is int and not parameter.do_not_specialize
             assert not specialised, f"{kernel.__name__}: name {parameter.name} in do_not_specialize"
