@@ -30,12 +30,13 @@ class PlayedLibrary:
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.launches, self.maps, self.status = sizes, [], [], 0  # type: ignore[var-annotated]
+        self.attributes: list[int] = []
         self.cuFuncGetParamInfo = self._info
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: Any) -> int:  # noqa: N802
         assert (function.value, extra.value) == (7, None)
         *numbers, stream, _, attributes = struct.unpack("@7IQQI", ctypes.string_at(config, 52))
-        assert not attributes
+        self.attributes.append(attributes)
         values = [ctypes.string_at(at, size) for at, size in zip(parameters, self.sizes, strict=True)]
         self.launches.append((numbers[0], numbers[3], numbers[6], stream, values))
         return self.status
@@ -52,6 +53,10 @@ class PlayedLibrary:
         size._obj.value = self.sizes[index.value]
         return 0
 
+    def cuDriverGetVersion(self, version: Any) -> int:  # noqa: N802
+        version._obj.value = 13000
+        return 0
+
     def cuGetErrorString(self, status: int, words: Any) -> int:  # noqa: N802
         words._obj.value = b"out of patience"
         return 0
@@ -64,6 +69,7 @@ class Kernel:
 
     def __init__(self, **kinds: str) -> None:
         self.kinds, self.compiled, self.by_triton = kinds, [], []  # type: ignore[var-annotated]
+        self.ptx = ""
         self.params = [SimpleNamespace(name=name, do_not_specialize=True) for name in kinds]
         parts = [
             size for kind in kinds.values() for start, part in SIZES.items() if kind.startswith(start) for size in part
@@ -78,7 +84,12 @@ class Kernel:
         self.compiled.append((arguments, options))
         source = SimpleNamespace(signature={**self.kinds, "S": "constexpr"})
         return SimpleNamespace(
-            metadata=self.metadata, src=source, packed_metadata=(4, 1, 96), function=7, _init_handles=lambda: None
+            metadata=self.metadata,
+            src=source,
+            packed_metadata=(4, 1, 96),
+            function=7,
+            _init_handles=lambda: None,
+            asm={"ptx": self.ptx},
         )
 
     def __getitem__(self, grid: Any) -> Any:
@@ -180,6 +191,13 @@ def test_each_kind_is_compiled(kernel: Kernel) -> None:
     assert options == {"grid": (1,), "S": "S", "enable_fp_fusion": True}
     assert kernel.compiled[6][1]["num_warps"] == 8
     assert not kernel.by_triton
+
+
+@pytest.mark.parametrize("ptx", ["griddepcontrol.wait;", "ret;"])
+def test_a_kernel_that_waits_for_the_launch_before_may_start_beside_it(kernel: Kernel, ptx: str) -> None:
+    kernel.ptx = ptx
+    launch(RowLauncher(), kernel, *tensors())
+    assert kernel.library.attributes == [1 if "wait" in ptx else 0]
 
 
 def test_no_tensor_is_kept(kernel: Kernel) -> None:

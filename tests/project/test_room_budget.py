@@ -18,8 +18,8 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 3970,
-    "formats": 1293,
+    ".": 3974,
+    "formats": 1295,
     "reference": 899,
     "memory": 1924,
     "memory/nodes": 854,
@@ -29,8 +29,8 @@ BUDGET = {
     "kernels/dispatch": 3148,
     "kernels/launch": 1935,
     "kernels/nodes": 1182,
-    "kernels/sync": 1294,
-    "rows": 2120,
+    "kernels/sync": 1306,
+    "rows": 2966,
     "transports": 1797,
     "transports/collective": 1820,
     "transports/symmetric": 2144,
@@ -49,7 +49,7 @@ BUDGET = {
     "tools/trace": 234,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 9380, "layer": 1627, "frameworks": 1009}
+BUDGET_OF_BENCH = {".": 9546, "layer": 1629, "frameworks": 1009}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""
