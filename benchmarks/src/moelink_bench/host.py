@@ -15,7 +15,7 @@ time of this process, and the least of many short batches, as other work on the 
 
 ``layer``: an eager call of ``moelink.nn.MoE`` on such a device, and its parts: the router, the experts, and the pair of
 dispatch and combine. With experts in fp8 (``triton``), and in bf16 (``dequantize``), of these also while gradients are
-recorded, forward alone. On a device that is played, products of bf16 are computed by torch.
+recorded, forward alone. A device that is played has experts in fp8 alone, because torch would compute products of bf16.
 
 ``operators``: one rank, on a CPU over the collective transport, on a CUDA device over the symmetric one. Nothing
 travels: what is timed is Python, PyTorch's dispatcher and, on a CPU, a few small tensors. A *pair* is one dispatch and
@@ -156,7 +156,8 @@ def measure_layer(ep: moelink.Communicator) -> dict[str, Any]:
     config = ep.config
     x = torch.randn(LAYER_TOKENS, config.hidden_size, device=ep.device).bfloat16()
     times: dict[str, dict[str, float]] = {}
-    for backend in ("triton", "dequantize"):
+    torch.set_num_threads(1)
+    for backend in ("triton", "dequantize") if ep.device.type == "cuda" else ("triton",):
         layer = MoE(
             ep, intermediate_size=LAYER_INNER, router=RouterConfig(**ROUTER), experts_backend=backend,  # type: ignore[arg-type]
             load_steps=0, dtype=torch.bfloat16,
