@@ -58,14 +58,19 @@ NEW_PROCESSES = {
 """Tests of the quick tier, or folders, that may start Python anew, and why; ten at most."""
 
 
-def seeds(quick: int, full: int, why: str = "") -> pytest.MarkDecorator:
+def seeds(quick: int, full: int, why: str = "", *, part: int = 0) -> pytest.MarkDecorator:
     """Give a test the parameter ``seeds``: ``range(quick)``, and in the full tier ``range(quick, full)`` as well.
 
-    ``why`` marks the few as ``quick`` for all other parameters of the test, and says the reason.
+    ``why`` marks the few as ``quick`` for all other parameters of the test, and says the reason. ``part``: at most that
+    many at a time, so that workers of pytest-xdist share schedules that take minutes.
     """
     marks = [pytest.mark.quick(why)] if why else []
     few = pytest.param(range(quick), marks=marks, id="few")
-    return pytest.mark.parametrize("seeds", [few, pytest.param(range(quick, full), id="more")])
+    if not part:
+        return pytest.mark.parametrize("seeds", [few, pytest.param(range(quick, full), id="more")])
+    parts = [range(first, min(first + part, full)) for first in range(quick, full, part)]
+    more = [pytest.param(each, id=f"{each.start}-{each.stop - 1}") for each in parts]
+    return pytest.mark.parametrize("seeds", [few, *more])
 
 
 def folder_of(nodeid: str) -> str:

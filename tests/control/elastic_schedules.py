@@ -1,4 +1,4 @@
-"""Random schedules of ranks that are killed, stopped, masked and admitted under traffic, as functions of a seed.
+"""Random schedules of ranks that are killed, stopped, masked, drained and admitted under traffic, functions of a seed.
 
 Every process knows the whole schedule, so each says by itself what a call must return or raise. Processes wait for one
 another through a store that the test hosts, never for a number of seconds.
@@ -6,6 +6,7 @@ another through a store that the test hosts, never for a number of seconds.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -22,8 +23,10 @@ from moelink import reference
 from moelink.communicator import open_communicator
 from moelink.control.group import meet
 from moelink.memory.layout import as_bytes
+from moelink.nn import Balancer, Placement
 from moelink.reference.dispatch import expert_owners
 from moelink.testing import assert_bitwise_equal, rank_data
+from tests.control.elastic_layers import LOGICAL, Multiplying, first_placement
 from tests.support.patience import ROOMY, be_patient, hurry, until
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 7, 2, 16, 3
@@ -37,6 +40,7 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"dispatch_format": "fp8_block128_e8m0", "hidden_size": 128},
     {"fused_shared_expert": True, "lanes": 2},
 )
+"""Those with rows by expert in the type that a layer computes in have a layer as well, which can be drained."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,15 @@ class Schedule:
     def world_size(self) -> int:
         return random.Random(self.seed + 1).choice((2, 2, 3, 3, 4))
 
+    @property
+    def has_layer(self) -> bool:
+        """Whether a layer with replicas takes part in the traffic."""
+        return not {"layout", "dispatch_format"} & set(self.settings)
+
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """Two to four events that make sense one after the other."""
-        choice, present, alive = random.Random(self.seed + 2), set(range(self.world_size)), {}
+        choice, present, alive = random.Random(self.seed + 3), set(range(self.world_size)), {}
         events: list[Event] = []
         for step in range(choice.choice((2, 3, 4))):
             masked = sorted(set(range(self.world_size)) - present)
@@ -82,7 +91,10 @@ class Schedule:
                 events.append(Event(step, "admit", rank, fresh))
                 present.add(rank)
                 continue
-            kind, rank = choice.choice(("kill", "kill", "stop", "mask")), choice.choice(sorted(present))
+            kinds = ["kill", "kill", "stop", "mask"]
+            if self.has_layer and not masked:  # experts move over connections of all ranks
+                kinds += ["drain"] * 4
+            kind, rank = choice.choice(kinds), choice.choice(sorted(present))
             events.append(Event(step, kind, rank, kind == "kill" and choice.random() < 0.5))
             alive[rank] = kind != "kill"
             present.remove(rank)
@@ -139,7 +151,14 @@ class Player:
 
     def __init__(self, schedule: Schedule, store: Any, ep: moelink.Communicator, begin: int) -> None:
         self.schedule, self.store, self.ep, self.step = schedule, store, ep, begin
-        self.rank, self.told, self.calls = ep.config.rank, ["joined"] if begin else [], 0
+        self.rank, self.told = ep.config.rank, ["joined"] if begin else []
+        self.layer: Multiplying | None = None
+        if schedule.has_layer:
+            # A newcomer reads what a server would read from its checkpoint.
+            placed = json.loads(store.get(f"placement {begin - 1}")) if begin else None
+            self.layer = Multiplying(
+                ep, Placement(tuple(placed)) if placed else first_placement(schedule.seed, EXPERTS)
+            )
 
     def play(self) -> list[str]:
         """Live through the events, with traffic before and after each."""
@@ -162,6 +181,8 @@ class Player:
         for number in range(times):
             lane = number % self.ep.config.lanes
             check_step(self.ep, self.ep.lane(lane), 100 * self.step + number + self.schedule.seed)
+        if self.layer is not None:
+            self.layer.check(100 * self.step + self.schedule.seed, self.ep.present)
 
     def gathered(self, what: str, ranks: list[int]) -> None:
         """Wait for ``ranks``, this one among them."""
@@ -209,13 +230,28 @@ class Player:
         assert self.ep.present == tuple(rank for rank in before if rank != event.rank)
         hurry(self.ep, ROOMY)
 
-    def mask(self, event: Event) -> bool:
+    def mask(self, event: Event, experts: tuple[int, ...] | None = None) -> bool:
         """``event.rank``, which has done nothing wrong, is masked."""
         self.gathered("about to mask", list(self.ep.present))  # else its last calls may already be told
         if self.rank == event.rank:
             return self.be_masked()
-        self.ep.mask([event.rank])
+        self.ep.mask([event.rank], experts=experts)
         return True
+
+    def drain(self, event: Event) -> bool:
+        """``event.rank`` leaves once others have copies of all its experts: no sum will lack any."""
+        assert self.layer is not None
+        assert self.layer.placement is not None
+        balancer = Balancer(self.layer, max_bytes=1)
+        (report,) = balancer.drain([event.rank])
+        for number in range(report.moves):
+            balancer.step()
+            self.layer.check(7 * number + self.schedule.seed, self.ep.present)
+        assert balancer.steps_left == 0
+        experts = self.layer.placement.placement.experts
+        stays = {expert for expert, rank in zip(experts, self.layer.owners, strict=True) if rank != event.rank}
+        assert stays == set(range(LOGICAL))
+        return self.mask(event, experts)
 
     def be_masked(self) -> bool:
         """Find out that this rank is masked, and come back where the schedule says so. False if it does not."""
@@ -236,6 +272,8 @@ class Player:
         """``event.rank`` takes part again."""
         self.store.set(f"admit {event.step}", "1")
         until(lambda: event.rank in self.ep.applicants(self.store))
+        if self.layer is not None and self.layer.placement is not None:
+            self.store.set(f"placement {event.step}", json.dumps(self.layer.placement.placement.experts))
         self.gathered("about to admit", list(self.ep.present))
         made = self.ep.admit([event.rank], self.store)
         assert event.rank in made.present

@@ -23,12 +23,12 @@ def play(seed: int, transport: str) -> list[list[str] | None]:
     )
 
 
-@seeds(2, 420, "processes that die and come back are the point of it")
+@seeds(2, 420, "processes that die and come back are the point of it", part=11)
 def test_every_schedule_ends_with_the_sums_of_the_experts_present(seeds: range) -> None:
     check_schedules("collective", seeds)
 
 
-@seeds(1, 100, "blocks are replaced on this transport alone")
+@seeds(1, 100, "blocks are replaced on this transport alone", part=11)
 def test_every_schedule_of_the_symmetric_transport(seeds: range) -> None:
     check_schedules("symmetric", seeds)
 
