@@ -196,7 +196,8 @@ class Lifetime(OfThisProcess):
             ConfigMismatchError: another rank masks other ranks.
             PeerTimeoutError: a rank that goes on did not come in time, or (PeerLostError) is gone. If it names this
                 rank, the others have gone on without it.
-            UnsupportedError: symmetric memory of CUDA devices, or of several nodes, which cannot be replaced.
+            UnsupportedError: symmetric memory of CUDA devices, while the process of one of ``ranks`` has not ended; or
+                of several nodes.
             ClosedError, PendingError, StateError: the communicator's state does not allow it.
         """
         self._require_lane_0("mask")
@@ -205,7 +206,8 @@ class Lifetime(OfThisProcess):
         return made
 
     def admit(self, ranks: Iterable[int], store: Store) -> Membership:
-        """Let masked ranks take part again, as new processes or the same. Collective over all that take part then.
+        """Let masked ranks take part again, as new processes or the same, or spare ranks for the first time
+        (``init(spare_ranks=...)``). Collective over all that take part then.
 
         Between two calls, the ranks that go on call it with the same ranks. In place of each a new process calls
         :func:`moelink.join` meanwhile, or the masked process, if it lives, ``admit`` with its own rank alone. They have
@@ -221,7 +223,8 @@ class Lifetime(OfThisProcess):
             ConfigMismatchError: ranks were given differently, or a newcomer has another version or other settings;
                 raised on every rank. Nothing has changed.
             PeerTimeoutError: a rank did not come in time, or (PeerLostError) is gone. Nothing has changed.
-            UnsupportedError, ClosedError, PendingError, StateError: as :meth:`mask`.
+            UnsupportedError: symmetric memory of CUDA devices, or of several nodes.
+            ClosedError, PendingError, StateError: as :meth:`mask`.
         """
         self._require_lane_0("admit")
         made = admit(self._lanes, ranks, store)

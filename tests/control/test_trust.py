@@ -199,6 +199,6 @@ def test_the_memory_of_another_user_is_refused() -> None:
 
     with stranger(allocate) as block:
         assert isinstance(block, dict), block
-        record = {**block, "nbytes": 100, "namespace": posix._pid_namespace(), "token": bytes(16).hex()}
+        record = {**block, "nbytes": 100, "namespace": posix.pid_namespace(), "token": bytes(16).hex()}
         with pytest.raises(UnsupportedError, match=f"memory of rank 1 is refused: expected owner 0, got {STRANGER}"):
             posix._open(1, {name: str(value) for name, value in record.items()})

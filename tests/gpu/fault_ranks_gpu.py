@@ -117,6 +117,71 @@ def falls(rank: int, world_size: int, victim: int, how: str, place: str, most: i
     return {"told": told, "recovered": recovered, "grown": grown, "block": new_block_bytes(new), "pid": os.getpid()}
 
 
+def masked(rank: int, world_size: int, most: int, place: str) -> dict[str, Any] | None:
+    """The last rank is refused while it lives. It is killed, and the others mask it: eager calls, a captured graph and
+    bound calls go on in the same memory, and miss its experts."""
+    prepare(rank)
+    victim = world_size - 1
+    ep = moelink.init(**FIELDS, max_tokens_per_rank=most)
+    ep.warmup()
+    x, ids, _ = inputs(rank, seed=5, **SIZES)
+    bound = ep.bind(x, ids)
+    bound_recv = bound()
+    y = bound_recv.tokens.clone()
+    bound_combine = bound.combine(y)
+    bound_combine()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recv = ep.dispatch(x, ids)
+        out = ep.combine(recv.tokens, recv)
+
+    def check_all() -> None:
+        there = (~ep.absent_experts[ids.long()]).sum(1, keepdim=True)
+        for number in range(5):
+            out.fill_(-1)
+            graph.replay()
+            ep.check()
+            assert_bitwise_equal(out, x * there, f"rank {rank}, replay {number}")
+            again = ep.dispatch(x, ids)
+            assert_bitwise_equal(ep.combine(again.tokens, again), x * there, f"rank {rank}, call {number}")
+            assert int(again.masked) == int((SIZES["topk"] - there).sum())
+            bound()
+            y.copy_(bound_recv.tokens)
+            assert_bitwise_equal(bound_combine(), x * there, f"rank {rank}, bound call {number}")
+            ep.check()
+
+    check_all()
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank != victim:
+        with pytest.raises(moelink.UnsupportedError, match="expected ranks whose processes have ended"):
+            ep.mask([victim])
+    dist.barrier()
+    check_all()
+    torch.cuda.synchronize()
+    dist.barrier()
+
+    def strike() -> None:
+        if rank != victim:
+            return
+        if place == "running":
+            threading.Timer(0.3, die).start()
+            return
+        pending = ep.dispatch_async(x, ids)
+        torch.cuda.synchronize()
+        die()
+        pending.wait()
+
+    told = caught(ep, rank, strike)
+    change = ep.mask([victim])
+    assert change.masked == (victim,)
+    check_all()
+    with pytest.raises(moelink.ForeignHandleError):
+        ep.combine(recv.tokens, recv)
+    ep.close()
+    return {"told": told, "seconds": change.seconds}
+
+
 def new_block_bytes(ep: moelink.Communicator) -> int:
     """Bytes of a rank's workspace."""
     from moelink.memory.workspace import Workspace

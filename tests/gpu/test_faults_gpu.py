@@ -39,3 +39,15 @@ def test_the_others_name_it_in_time_and_go_on_without_it(how: str, place: str, v
         assert told.phase in ("dispatch", "combine")
         assert told.took < TIMEOUT + 1
         assert result["recovered"] < 60, "kernels of the new number of ranks may have to be compiled afterwards"
+
+
+@pytest.mark.kernels(of=lambda world, most: fault_ranks_gpu.kernels(world, most))
+@pytest.mark.parametrize("world, most, place", [
+    (2, WITHOUT_FLAGS, "dispatch"), (2, WITH_FLAGS, "running"), (WORLD, WITHOUT_FLAGS, "running"),
+])  # fmt: skip
+def test_a_rank_that_was_killed_is_masked_and_graphs_go_on(world: int, most: int, place: str) -> None:
+    results = run_ranks(fault_ranks_gpu.masked, world, most, place, mortal={world - 1}, timeout=250)
+    assert results.pop() is None
+    for result in results:
+        assert (result["told"].kind, result["told"].peer) == ("PeerLostError", world - 1)
+        assert 0 < result["seconds"] < 30

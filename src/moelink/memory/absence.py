@@ -28,6 +28,7 @@ from torch import Tensor
 
 from moelink.memory.protocol import (
     ANY_CALL,
+    CODE_TIMEOUT,
     MASKED_CALL,
     OPTIONS_OF_NOBODY,
     SOME_MASKED,
@@ -37,6 +38,21 @@ from moelink.memory.workspace import Workspace
 
 _OPTIONS = 5
 """The word of the counts' header with the options."""
+
+
+def poison(block: Tensor, *, rank: int, missing: int, workspace: Workspace) -> None:
+    """Poison ``block`` in the name of ``rank``, which has gone on without ``missing``: waits in it end, with an error
+    that names ``missing``."""
+    words = workspace.regions["poisons"].view(block)[rank]
+    words[1:] = words.new_tensor([rank, missing, 0, 0, 0, 0, 0])
+    words[0] = CODE_TIMEOUT
+    workspace.regions["poison"].view(block)[0] = rank + 1
+
+
+def cure(block: Tensor, *, rank: int, workspace: Workspace) -> None:
+    """Take away what :func:`poison` wrote in the name of ``rank``."""
+    workspace.regions["poison"].view(block).zero_()
+    workspace.regions["poisons"].view(block)[rank] = 0
 
 
 def fill_in_for(masked: Sequence[int], block: Tensor, *, workspace: Workspace) -> None:

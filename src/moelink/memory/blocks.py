@@ -20,7 +20,7 @@ class Renewal(Protocol):
     """New blocks that are prepared."""
 
     def commit(self) -> None:
-        """Put the new blocks in the place of the old ones, which stay as they are for ranks that hold them."""
+        """Put the new blocks in the place of the old ones."""
 
     def discard(self) -> None:
         """Give the new blocks up. Safe after :meth:`commit`."""
@@ -66,17 +66,21 @@ class SymmetricMemory:
             raise ArgumentError("rank", f"a rank of the node of rank {self.rank}", rank)
         return block
 
+    in_place = False
+    """Whether :meth:`renew` writes over the blocks (:mod:`moelink.memory.in_place`), so that the old contents are lost
+    even if it fails."""
+
     def renew(self, members: Sequence[int], exchange: Exchange, fill: Callable[[Tensor], None]) -> Renewal:
         """Prepare new blocks at the addresses of these, for the ranks ``members``. Collective over them.
 
         ``exchange``: over the members, called exactly twice. ``fill`` writes what the new own block begins with, and
-        is given zeros. Until :meth:`Renewal.commit` nothing has changed.
+        is given zeros. Until :meth:`Renewal.commit` nothing has changed, but for memory that is :attr:`in_place`.
 
         Raises:
-            UnsupportedError: memory of this kind cannot be replaced at its addresses.
+            UnsupportedError: memory of this kind cannot begin anew, or not with these members.
         """
         raise UnsupportedError(
-            "mask: expected blocks that can be replaced at their addresses, which are those of CPU ranks, got "
+            "mask: expected blocks that can begin anew, which are those of processes of one machine, got "
             f"{type(self).__name__} on {self.local.device}; use transport='collective', or recover(ranks), which makes "
             "a new communicator"
         )

@@ -34,6 +34,7 @@ from torch import Tensor
 from moelink.arith import align_up
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.memory.blocks import Renewal, SymmetricMemory
+from moelink.memory.processes import pid_namespace
 from moelink.memory.setup import MACHINE, NUMBER, Exchange, Schema, machine_id, refuse_other_places, set_up
 
 DIRECTORY = "/dev/shm"
@@ -140,7 +141,7 @@ def _offered(
             fill(_view(fd, nbytes, "this rank's shared memory"))
             token, status = secrets.token_bytes(16), os.fstat(fd)
             os.pwrite(fd, token, _file_bytes(nbytes) - _PAGE)
-            values = (nbytes, machine, _pid_namespace(), os.getpid(), fd, status.st_dev, status.st_ino, token.hex())
+            values = (nbytes, machine, pid_namespace(), os.getpid(), fd, status.st_dev, status.st_ino, token.hex())
             return dict(zip(_SCHEMA, map(str, values), strict=True))
 
         def accept(peers: list[dict[str, str]]) -> dict[int, int]:
@@ -222,13 +223,6 @@ def _free_bytes() -> int:
     return 0
 
 
-def _pid_namespace() -> int:
-    """Return the number of this process's PID namespace, 0 if the kernel does not say."""
-    with suppress(OSError):
-        return os.stat("/proc/self/ns/pid").st_ino
-    return 0
-
-
 def _view(fd: int, nbytes: int, what: str) -> Tensor:
     """Map the first ``nbytes`` of a file: [nbytes] uint8."""
     try:
@@ -242,10 +236,10 @@ def _view(fd: int, nbytes: int, what: str) -> Tensor:
 
 def _open(peer: int, fields: Mapping[str, str]) -> int:
     """Open and check the file that rank ``peer`` described; return the descriptor."""
-    if fields["namespace"] != str(_pid_namespace()):
+    if fields["namespace"] != str(pid_namespace()):
         raise UnsupportedError(
             f"rank {peer} runs in another container: expected one PID namespace, got {fields['namespace']} on rank "
-            f"{peer} and {_pid_namespace()} here; start all ranks in one container, or use transport='collective'"
+            f"{peer} and {pid_namespace()} here; start all ranks in one container, or use transport='collective'"
         )
     path = f"/proc/{fields['pid']}/fd/{fields['fd']}"
     try:

@@ -16,9 +16,10 @@ import importlib
 import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moelink.errors import ArgumentError, UnsupportedError
-from moelink.memory.blocks import SymmetricMemory
+from moelink.memory.blocks import Renewal, SymmetricMemory
+from moelink.memory.in_place import begin_anew
+from moelink.memory.processes import PROCESS_FIELDS, ProcessName
 from moelink.memory.setup import MACHINE, NUMBER, Exchange, Schema, machine_id, refuse_other_places, set_up
 
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-_SCHEMA: Schema = {"nbytes": NUMBER, "machine": MACHINE, "device": re.compile(r"[0-9a-zA-Z-]{1,64}")}
+_SCHEMA: Schema = {
+    "nbytes": NUMBER, "machine": MACHINE, "device": re.compile(r"[0-9a-zA-Z-]{1,64}"), **PROCESS_FIELDS,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,15 @@ def place_in(group: ProcessGroup | Members) -> tuple[int, int]:
 class TorchMemory(SymmetricMemory):
     """Blocks on the CUDA devices of one machine, mapped into this process; ``pointers`` on this rank's device."""
 
-    def __init__(self, local: Tensor, handle: Any) -> None:
-        """Wrap a block and its rendezvous handle, which :meth:`create` makes."""
+    in_place = True
+
+    def __init__(self, local: Tensor, handle: Any, processes: Sequence[ProcessName]) -> None:
+        """Wrap a block and its rendezvous handle, which :meth:`create` makes. ``processes``: of each rank."""
         shape = (local.numel(),)
         super().__init__(handle.rank, [handle.get_buffer(r, shape, torch.uint8) for r in range(handle.world_size)])
         self.local = local  # owns the memory that get_buffer's view of it only borrows
         self._handle: Any = handle
+        self._processes = dict(enumerate(processes))
 
     @classmethod
     def create(
@@ -95,24 +103,46 @@ class TorchMemory(SymmetricMemory):
                 raise ArgumentError("device", "a CUDA device", device)
             machine = machine_id()
             block.append(_allocate(nbytes, device))
-            return {"nbytes": str(nbytes), "machine": machine, "device": device_uuid(device)}
+            own = ProcessName.of_this().fields
+            return {"nbytes": str(nbytes), "machine": machine, "device": device_uuid(device), **own}
 
-        def accept(peers: list[dict[str, str]]) -> None:
+        def accept(peers: list[dict[str, str]]) -> list[ProcessName]:
             refuse_other_places(peers)
             uuids = [fields["device"] for fields in peers]
             refuse_shared_devices(uuids)
             refuse_unreachable(uuids)
+            return [ProcessName.of(fields) for fields in peers]
 
         rank, world_size = place_in(group)
-        set_up(exchange, kind="cuda", rank=rank, world_size=world_size, schema=_SCHEMA, prepare=prepare, accept=accept)
+        processes = set_up(
+            exchange, kind="cuda", rank=rank, world_size=world_size, schema=_SCHEMA, prepare=prepare, accept=accept
+        )
         try:
             with torch.cuda.device(device), without_multicast():
-                return cls(block[0], _rendezvous(block[0], group))
+                return cls(block[0], _rendezvous(block[0], group), processes)
         except RuntimeError as error:
             raise UnsupportedError(
                 f"expected torch to share memory between the devices of the group, got this error: {error}; use "
                 "transport='collective'"
             ) from error
+
+    def renew(self, members: Sequence[int], exchange: Exchange, fill: Callable[[Tensor], None]) -> Renewal:
+        """Begin the block anew where it is, without ranks whose processes have ended. The blocks of those stay mapped.
+
+        Raises:
+            UnsupportedError: a rank among ``members`` is a newcomer, or a process of another one has not ended.
+        """
+        if not set(members) <= set(self._processes):
+            raise UnsupportedError(
+                f"admit: expected blocks that can be mapped at addresses of before, which are those of CPU ranks, got "
+                f"blocks on {self.local.device}; use transport='collective', or make a new communicator"
+            )
+        leaving = {rank: process for rank, process in self._processes.items() if rank not in members}
+        begin_anew(
+            self.local, self.rank, members, leaving, exchange=exchange, fill=fill,
+            synchronize=partial(torch.cuda.synchronize, self.local.device),
+        )  # fmt: skip
+        return _Emptied(self._processes, leaving)
 
     def close(self) -> None:
         """Unmap all blocks and free this rank's; waits for this device's kernels, for no peer. Safe to call twice.
@@ -123,6 +153,21 @@ class TorchMemory(SymmetricMemory):
             torch.cuda.synchronize(self.local.device)
         super().close()
         self._handle = None
+
+
+class _Emptied:
+    """A block that was written over (:class:`moelink.memory.blocks.Renewal`)."""
+
+    def __init__(self, processes: dict[int, ProcessName], leaving: Collection[int]) -> None:
+        self._processes, self._leaving = processes, tuple(leaving)
+
+    def commit(self) -> None:
+        """Forget the ranks that have left."""
+        for rank in self._leaving:
+            del self._processes[rank]
+
+    def discard(self) -> None:
+        """Leave it to the poison that no call uses it."""
 
 
 def symmetric_memory_module() -> Any:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.control.failure_detector import FailureDetector
@@ -19,7 +20,7 @@ from moelink.control.group import World, add_data_group, gather_bytes, setting_u
 from moelink.control.handshake import Agreement, agree
 from moelink.errors import UnsupportedError
 from moelink.memory import Members, NvshmemMemory, PosixMemory, SymmetricMemory, TorchMemory, create_all, protocol
-from moelink.memory.absence import fill_in_for
+from moelink.memory.absence import cure, fill_in_for, poison
 from moelink.memory.layout import DispatchMessage, RegionTable
 from moelink.memory.nodes.nvshmem import refuse_rocm
 from moelink.memory.workspace import Workspace
@@ -155,13 +156,24 @@ def _change_blocks(
     if config.mode == "allreduce":
         return Change(change, lambda: None)
     memory: SymmetricMemory = transport.ranks[0].memory
-    fill = partial(fill_in_for, masked, workspace=Workspace(config))
+    workspace = Workspace(config)
+
+    def fill(block: Tensor) -> None:
+        fill_in_for(masked, block, workspace=workspace)
+        if memory.in_place:
+            poison(block, rank=config.rank, missing=leaving[0], workspace=workspace)
+
     renewal = memory.renew(world.ranks, partial(gather_bytes, world, timeout=config.timeout), fill)
 
     def commit() -> None:
-        transport.end_at(leaving)
+        if memory.in_place:
+            cure(memory.local, rank=config.rank, workspace=workspace)
+        else:
+            transport.end_at(leaving)
         renewal.commit()
         change()
+        if memory.local.is_cuda:
+            torch.cuda.synchronize(memory.local.device)  # the next calls may be made on another stream
 
     return Change(commit, renewal.discard)
 
@@ -200,6 +212,12 @@ def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: 
     """Allocate a block of ``nbytes`` on every rank of ``world``. Collective; ``name`` is that of the communicator."""
     if config.mode == "allreduce" or (world.world_size == 1 and world.members is None):
         return create_all([device], nbytes)[0]
+
+    if world.members is not None and (device.type == "cuda" or config.node_size < config.world_size):
+        raise UnsupportedError(
+            f"spare_ranks: expected processes of one machine on CPUs for ranks that join on the symmetric transport, "
+            f"got {device} in nodes of {config.node_size} ranks; use transport='collective'"
+        )
 
     def exchange(record: bytes) -> list[bytes]:
         return gather_bytes(world, record, config.timeout)

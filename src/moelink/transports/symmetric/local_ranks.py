@@ -17,7 +17,8 @@ from moelink.control.probe import Failure
 from moelink.errors import PeerTimeoutError
 from moelink.kernels.launch.device import launches_overlap
 from moelink.memory import SymmetricMemory
-from moelink.memory.protocol import CODE_TIMEOUT, COMBINE_BYTES, DISPATCH_BYTES
+from moelink.memory.absence import poison
+from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
 from moelink.memory.workspace import Workspace, pointer_table
 from moelink.output import DispatchOutput
 from moelink.routing import mark_absent
@@ -239,11 +240,7 @@ class LocalRanks:
         """Poison the blocks of ``peers``, which are masked, so that none of their waits lasts. For CPU ranks."""
         (rank,) = self.ranks
         for peer in peers:
-            block, me = rank.memory.peer(peer), rank.me
-            described = self._workspace.regions["poisons"].view(block)[me]
-            described[1:] = torch.tensor([me, peer, 0, 0, 0, 0, 0])
-            described[0] = CODE_TIMEOUT
-            self._workspace.regions["poison"].view(block)[0] = me + 1
+            poison(rank.memory.peer(peer), rank=rank.me, missing=peer, workspace=self._workspace)
 
     def close(self) -> None:
         """Release the blocks, after all calls under way unless the communicator is poisoned. Safe to call twice."""
