@@ -12,7 +12,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from moelink.communicator import Communicator, open_communicator
 from moelink.config import MAX_TIMEOUT, EPConfig
 from moelink.control.admission import arrive, named
-from moelink.control.group import connect, default_device, leave, plain_device
+from moelink.control.group import connect, default_device, leave, plain_device, with_spare
 from moelink.control.handshake import refuse
 from moelink.errors import ConfigError, UnsupportedError
 from moelink.metrics import endpoint_of_environment
@@ -47,15 +47,19 @@ def init(
     lanes: int = 1,
     timeout: float = 60.0,
     on_failure: OnFailure = "raise",
+    spare_ranks: int = 0,
 ) -> Communicator:
     """Make this rank's communicator. Collective over ``group``, torchrun's world, or one rank without either.
 
-    Parameters other than ``group`` and ``device`` are the fields of :class:`moelink.EPConfig`. All ranks must pass the
-    same values, but for ``device``.
+    Parameters other than ``group``, ``device`` and ``spare_ranks`` are the fields of :class:`moelink.EPConfig`. All
+    ranks must pass the same values, but for ``device``.
 
     Args:
         group: the ranks of the communicator; default: torchrun's world.
         device: of this rank; default: the CUDA device of LOCAL_RANK, or the CPU of a machine without CUDA devices.
+        spare_ranks: ranks beyond those of ``group``, which are masked at first. ``world_size`` counts them, memory is
+            laid out for them, and they own experts, which are absent until processes take their places
+            (:func:`join`).
 
     Raises:
         ConfigError: a value is not acceptable; peers get PeerAbortedError.
@@ -73,7 +77,7 @@ def init(
         >>> out[:, 0].tolist()
         [1.0, 1.0, 0.5]
     """
-    settings = {name: value for name, value in locals().items() if name not in ("group", "device")}
+    settings = {name: value for name, value in locals().items() if name not in ("group", "device", "spare_ranks")}
     refused: ConfigError | None = None
     try:
         where = default_device() if device is None else plain_device(device)
@@ -84,7 +88,9 @@ def init(
     try:
         if refused is not None:
             raise refused
-        config = EPConfig(**settings, world_size=world.world_size, rank=world.rank)
+        if isinstance(spare_ranks, bool) or not isinstance(spare_ranks, int) or spare_ranks < 0:
+            raise ConfigError("spare_ranks", "an integer >= 0", spare_ranks)
+        config = EPConfig(**settings, world_size=world.world_size + spare_ranks, rank=world.rank)
         endpoint = endpoint_of_environment(world.rank)
     except (ConfigError, UnsupportedError) as error:
         try:
@@ -92,7 +98,7 @@ def init(
         finally:
             leave(world, error)
         raise
-    ep = open_communicator(config, where, world)
+    ep = open_communicator(config, where, with_spare(world, spare_ranks))
     if endpoint is not None:
         endpoint.collector.add(ep)
     return ep
@@ -101,13 +107,14 @@ def init(
 def join(
     store: Store, rank: int, world_size: int, *, device: torch.device | str | None = None, **settings: Any
 ) -> Communicator:
-    """Take the place of a masked rank of a running communicator, whose ranks call :meth:`~moelink.Communicator.admit`.
+    """Take the place of a masked or spare rank of a running communicator, whose ranks call
+    :meth:`~moelink.Communicator.admit`.
 
     Args:
         store: the store that they pass to ``admit``.
-        rank, world_size: the place, and the number of ranks of the communicator, masked ones included.
+        rank, world_size: the place, and the number of ranks of the communicator, masked and spare ones included.
         device: as of :func:`init`.
-        settings: the other keywords of :func:`init`, as they passed them, without ``group``.
+        settings: the other keywords of :func:`init`, as they passed them, without ``group`` and ``spare_ranks``.
 
     Raises:
         ConfigError: a value is not acceptable.

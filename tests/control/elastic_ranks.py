@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ import moelink
 from moelink.communicator import open_communicator
 from moelink.control import handshake, recovery
 from moelink.control.group import meet
+from moelink.memory import PosixMemory, in_place
+from moelink.memory.processes import ProcessName
 from moelink.transports import build as set_up
 from tests.support.fault_ranks import FIELDS, check_round_trip, data, die
-from tests.support.patience import ROOMY, be_patient, until
+from tests.support.patience import ROOMY, be_patient, is_gone, until
 
 
 def opened(rank: int, world_size: int, port: int, **options: Any) -> tuple[moelink.Communicator, Any]:
@@ -199,3 +203,114 @@ def bound_calls_stay(rank: int, processes: int, port: int) -> list[int]:
     assert ep._session.transport.ranks[0].table.tolist() == table  # type: ignore[attr-defined]
     ep.close()
     return sums
+
+
+def write_over(rank: int, world_size: int, store: Any) -> None:
+    """Let blocks of CPU ranks begin anew where they are, as those of CUDA devices do."""
+    store.set(f"process {rank}", json.dumps(ProcessName.of_this().fields))
+    processes = {peer: ProcessName.of(json.loads(store.get(f"process {peer}"))) for peer in range(world_size)}
+
+    def renew(memory: PosixMemory, members: Any, exchange: Any, fill: Any) -> Any:
+        leaving = {peer: process for peer, process in processes.items() if peer not in members}
+        in_place.begin_anew(
+            memory.local, memory.rank, members, leaving, exchange=exchange, fill=fill, synchronize=lambda: None
+        )
+        return SimpleNamespace(commit=lambda: None, discard=lambda: None)
+
+    PosixMemory.in_place = True
+    PosixMemory.renew = renew  # type: ignore[method-assign]
+
+
+def masked_in_place(rank: int, processes: int, port: int) -> tuple[str, int, int] | None:
+    """Of 4 ranks rank 3 is masked when it has died, and not before; rank 2 dies in between, and rank 1 afterwards.
+    Blocks and their addresses stay."""
+    ep, store = opened(rank, 4, port, transport="symmetric")
+    write_over(rank, 4, store)
+    transport = ep._session.transport
+    block = transport.ranks[0].memory.local.data_ptr()  # type: ignore[attr-defined]
+    check_round_trip(ep, rank)
+    gathered(store, "about to mask", range(4), rank)
+    if rank < 3:
+        in_place.END_SECONDS = 0.05
+        with pytest.raises(moelink.UnsupportedError, match="expected ranks whose processes have ended.*got rank 3"):
+            ep.mask([3])
+        assert ep.present == (0, 1, 2, 3)
+    gathered(store, "not masked", range(4), rank)
+    check_round_trip(ep, rank)
+    gathered(store, "about to die", range(4), rank)
+    if rank == 3:
+        die()
+    in_place.END_SECONDS = 5.0
+    if rank == 2:
+        set_up.fill_in_for = lambda *_, **__: die()
+    with pytest.raises(moelink.PeerLostError, match="in mask") as told:
+        ep.mask([3])
+    with pytest.raises(moelink.PeerTimeoutError) as ended:
+        check_round_trip(ep, rank)
+    assert ep.mask([2, 3]).present == (0, 1)
+    check_left(ep, rank)
+    check_left(ep, rank)
+    if rank == 1:
+        die()
+    until(lambda: is_gone(ep, 1))
+    assert ep.mask([1]).present == (0,)
+    check_left(ep, rank)
+    assert transport.ranks[0].memory.local.data_ptr() == block  # type: ignore[attr-defined]
+    ep.close()
+    return type(told.value).__name__, told.value.peer, ended.value.peer
+
+
+def grown(process: int, processes: int, port: int, transport: str, began: int) -> list[int]:
+    """``began`` ranks of 4 make a communicator. The others, spare ones at first, join one after the other; rank 0
+    leaves, and comes back."""
+    be_patient()
+    store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    fields = {**FIELDS, "timeout": ROOMY, "transport": transport, "device": "cpu"}
+    seen = []
+    if process < began:
+        group = dist.PrefixStore("group", store)
+        dist.init_process_group("gloo", store=group, rank=process, world_size=began)
+        ep = moelink.init(**fields, spare_ranks=4 - began)
+        assert ep.config.world_size == 4
+        check_left(ep, process)
+        seen.append(len(ep.present))
+    else:
+        until(lambda: store.check([f"admit {process}"]))
+        ep = moelink.join(store, process, 4, **fields)
+    for newcomer in range(max(began, process), 4):
+        if process != newcomer:
+            store.set(f"admit {newcomer}", "1")
+            until(lambda: ep.applicants(store) == (newcomer,))  # noqa: B023
+            gathered(store, f"about to admit {newcomer}", range(newcomer), process)
+            assert ep.admit([newcomer], store).present == tuple(range(newcomer + 1))
+        check_left(ep, process)
+        seen.append(len(ep.present))
+    check_round_trip(ep, process)
+    gathered(store, "about to mask", range(4), process)
+    if process == 0:
+        with pytest.raises(moelink.RankMaskedError):
+            check_round_trip(ep, process)
+    else:
+        ep.mask([0])
+        check_left(ep, process)
+        until(lambda: ep.applicants(store) == (0,))
+        gathered(store, "about to admit 0", range(1, 4), process)
+    assert ep.admit([0], store).masked == ()
+    check_round_trip(ep, process)
+    ep.close()
+    return seen
+
+
+def other_spare_ranks(rank: int, world_size: int) -> tuple[str, list[str]]:
+    """Ranks that pass another number of spare ranks refuse it, and so does each a number that is none."""
+    fields = {**FIELDS, "timeout": ROOMY, "transport": "collective", "device": "cpu"}
+    refused = []
+    for wrong in (-1, True, 1.0):
+        with pytest.raises(moelink.ConfigError) as caught:
+            moelink.init(**fields, spare_ranks=wrong)  # type: ignore[arg-type]
+        refused.append(str(caught.value))
+    with pytest.raises(moelink.ConfigMismatchError) as told:
+        moelink.init(**fields, spare_ranks=1 + rank)
+    with pytest.raises(moelink.UnsupportedError, match="spare_ranks: expected processes of one machine"):
+        moelink.init(**{**fields, "transport": "symmetric"}, spare_ranks=2, ranks_per_node=2)
+    return str(told.value), refused

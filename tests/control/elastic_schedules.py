@@ -21,7 +21,7 @@ import torch.distributed as dist
 import moelink
 from moelink import reference
 from moelink.communicator import open_communicator
-from moelink.control.group import meet
+from moelink.control.group import meet, with_spare
 from moelink.memory.layout import as_bytes
 from moelink.nn import Balancer, Placement
 from moelink.reference.dispatch import expert_owners
@@ -32,6 +32,8 @@ from tests.support.patience import ROOMY, be_patient, hurry, until
 EXPERTS, TOPK, HIDDEN, TOKENS = 7, 2, 16, 3
 EXPIRY = 2.5
 """Seconds after which a call gives up on the rank that is killed or stopped, when all others are in it."""
+LONGEST = 140
+"""Seconds that a newcomer waits for its turn: a whole schedule."""
 FORMS: tuple[dict[str, Any], ...] = (
     {},
     {"pre_reduce": False},
@@ -73,6 +75,11 @@ class Schedule:
     def world_size(self) -> int:
         return random.Random(self.seed + 1).choice((2, 2, 3, 3, 4))
 
+    @cached_property
+    def began(self) -> int:
+        """Ranks that there are at first. The others are spare ones."""
+        return self.world_size - random.Random(self.seed + 4).choice((0, 0, 0, 1)) * (self.world_size > 2)
+
     @property
     def has_layer(self) -> bool:
         """Whether a layer with replicas takes part in the traffic."""
@@ -81,7 +88,8 @@ class Schedule:
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """Two to four events that make sense one after the other."""
-        choice, present, alive = random.Random(self.seed + 3), set(range(self.world_size)), {}
+        choice, present = random.Random(self.seed + 3), set(range(self.began))
+        alive = dict.fromkeys(range(self.began, self.world_size), False)
         events: list[Event] = []
         for step in range(choice.choice((2, 3, 4))):
             masked = sorted(set(range(self.world_size)) - present)
@@ -102,18 +110,18 @@ class Schedule:
 
     @property
     def newcomers(self) -> list[Event]:
-        """Admissions of new processes. Process ``world_size + i`` is the i-th."""
+        """Admissions of new processes. Process ``began + i`` is the i-th."""
         return [event for event in self.events if event.kind == "admit" and event.fresh]
 
     @property
     def processes(self) -> int:
-        return self.world_size + len(self.newcomers)
+        return self.began + len(self.newcomers)
 
     @property
     def mortal(self) -> set[int]:
         """Processes that are killed."""
-        dying, of = set(), list(range(self.world_size))
-        fresh = iter(range(self.world_size, self.processes))
+        dying, of = set(), {rank: rank for rank in range(self.began)}
+        fresh = iter(range(self.began, self.processes))
         for event in self.events:
             if event.kind == "kill":
                 dying.add(of[event.rank])
@@ -132,13 +140,14 @@ def run(process: int, _: int, seed: int, transport: str, port: int) -> list[str]
     schedule = Schedule(seed, transport)
     store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     store = dist.PrefixStore(f"{transport} {seed}", store)
-    if process < schedule.world_size:
+    if process < schedule.began:
         config = moelink.EPConfig(**schedule.settings, world_size=schedule.world_size, rank=process)
-        world = meet(dist.PrefixStore("init", store), process, schedule.world_size, ROOMY)
+        world = meet(dist.PrefixStore("init", store), process, schedule.began, ROOMY)
+        world = with_spare(world, schedule.world_size - schedule.began)
         ep, begin = open_communicator(config, torch.device("cpu"), world), 0
     else:
-        event = schedule.newcomers[process - schedule.world_size]
-        until(lambda: store.check([f"admit {event.step}"]) or store.check(["over"]))
+        event = schedule.newcomers[process - schedule.began]
+        until(lambda: store.check([f"admit {event.step}"]) or store.check(["over"]), seconds=LONGEST)
         if not store.check([f"admit {event.step}"]):
             return []
         ep = moelink.join(store, event.rank, schedule.world_size, device="cpu", **schedule.settings)

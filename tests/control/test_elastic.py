@@ -23,11 +23,13 @@ def play(seed: int, transport: str) -> list[list[str] | None]:
     )
 
 
+@pytest.mark.timeout(900)
 @seeds(2, 420, "processes that die and come back are the point of it", part=11)
 def test_every_schedule_ends_with_the_sums_of_the_experts_present(seeds: range) -> None:
     check_schedules("collective", seeds)
 
 
+@pytest.mark.timeout(900)
 @seeds(1, 100, "blocks are replaced on this transport alone", part=11)
 def test_every_schedule_of_the_symmetric_transport(seeds: range) -> None:
     check_schedules("symmetric", seeds)
@@ -69,3 +71,23 @@ def test_bound_calls_go_on_at_the_same_addresses() -> None:
     assert first[:2] == last[:2] == [0, 0]
     assert first[2] == first[3]
     assert first[2] + last[2] > 0
+
+
+@pytest.mark.full("the quick tier masks over new blocks; what is written into them is the same")
+def test_blocks_that_stay_begin_anew_for_ranks_whose_peers_have_died() -> None:
+    first, second, third, last = run(elastic_ranks.masked_in_place, 4, mortal={1, 2, 3})
+    assert second is third is last is None
+    assert first[:2] == ("PeerLostError", 2)
+    assert first[2] in (2, 3)
+
+
+@pytest.mark.parametrize("transport, began", [("collective", 2), ("symmetric", 2), ("symmetric", 1)])
+def test_a_communicator_grows_into_its_spare_ranks(transport: str, began: int) -> None:
+    results = run(elastic_ranks.grown, 4, transport, began)
+    assert results == [list(range(max(began, rank + (rank >= began)), 5)) for rank in range(4)]
+
+
+def test_spare_ranks_are_the_same_number_on_all_ranks() -> None:
+    for mismatch, refused in run_ranks(elastic_ranks.other_spare_ranks, 2):
+        assert "world_size" in mismatch
+        assert all(words.startswith("spare_ranks: expected an integer >= 0, got ") for words in refused)

@@ -304,8 +304,17 @@ def meet_again(world: World, timeout: float) -> World:
 
 def alone_of(rank: int) -> World:
     """Return the world of ``rank``, the only one left of a communicator of several."""
-    control: Any = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60))
-    return World(0, 1, control=control, probe_server=ProbeServer(), members=(rank,))
+    store = HashStore()
+    control: Any = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
+    return World(0, 1, control=control, store=store, probe_server=ProbeServer(), members=(rank,))
+
+
+def with_spare(world: World, spare_ranks: int) -> World:
+    """Return ``world`` as the first ranks of a communicator that has ``spare_ranks`` more, which are masked."""
+    if spare_ranks == 0:
+        return world
+    first = world if world.control is not None else dataclasses.replace(alone_of(0), launched=world.launched)
+    return dataclasses.replace(first, members=tuple(range(world.world_size)))
 
 
 def add_data_group(world: World, device: torch.device, timeout: float) -> World:
