@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import os
 import re
 import sys
 from fractions import Fraction
@@ -16,7 +17,19 @@ from typer.testing import CliRunner
 from moelink.errors import MoelinkError
 from moelink.memory.workspace import Workspace
 from moelink.tools.cli import app
-from moelink_bench import Case, batch_invariance, command, contenders, document, host, launchers, ncu, quotients, sweep
+from moelink_bench import (
+    Case,
+    batch_invariance,
+    command,
+    contenders,
+    document,
+    host,
+    launchers,
+    membership,
+    ncu,
+    quotients,
+    sweep,
+)
 from moelink_bench.measure import PHASES
 from moelink_bench.names import SCRIPTS
 from moelink_bench.script import Script, main_of
@@ -297,6 +310,17 @@ def test_a_layer_whose_bits_depend_on_the_token_alone_is_compared(tmp_path: Path
     rows = json.loads(out.read_text())["rows"]
     assert [(row["dtype"], row["tokens"]) for row in rows] == [(d, t) for d in ("fp32", "bf16") for t in (1, 16, 128)]
     assert all(row["time_ratio"] > 0 and row["bytes_home"]["on"] >= row["bytes_home"]["off"] > 0 for row in rows)
+
+
+def test_pauses_of_a_kill_and_an_admission_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", os.environ.get("TRITON_INTERPRET", "1"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = tmp_path / "pauses.json"
+    assert membership.main(["--ranks", "2", "--rounds", "1", "--out", str(out), "--commit", "abc1234"]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    names = ["step", "find", "mask", "first step masked", "admit", "first step admitted"]
+    assert list(row["ms"]) == names
+    assert all(0 < row["ms"][name]["min"] <= row["ms"][name]["median"] <= row["ms"][name]["max"] for name in names)
 
 
 def test_one_correction_makes_quotients_of_bf16_right() -> None:

@@ -153,6 +153,7 @@ NOT_COMPARED = {
     "router": KERNEL,
     "host_time": HOST,
     "ops_overhead": HOST,
+    "membership": "pauses between calls, which the plan leaves out",
     "quotients": "counts of roundings, no time",
     "layer": "routing, which the plan leaves out, is not told apart from the layer; layer_1xh200.json does",
     "frameworks": "layers of a framework, with the host's time, its own steps and gradients, which the plan leaves out",

@@ -27,6 +27,7 @@ SCRIPTS: Mapping[str, str] = MappingProxyType({
     "generate": "Time a transformers model with its own expert parallelism and with moelink; by torchrun.",
     "host": "Measure host time of calls, or what the operator layer adds to it.",
     "launchers": "Compare the launchers of moelink.contract with a communicator.",
+    "membership": "Measure how long calls pause when a rank is killed and masked, and when another one is admitted.",
     "ncu": "Record hardware counters or stall reasons of each role by Nsight Compute.",
     "quotients": "Count the corrections that a quotient of a bf16 element by an fp32 scale needs.",
     "render": "Write the tables of README.md and docs that show results.",
