@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import moelink
 from moelink.testing import assert_bitwise_equal, run_ranks
@@ -118,7 +119,7 @@ def until(condition: Callable[[], bool]) -> None:
 def rank_main(process: int, processes: int, case: Case, port: int) -> dict[str, float] | None:
     """One process of a round. Return its times, if it has seen all of it."""
     torch.set_num_threads(1)
-    store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store: Any = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     victim, new = case.ranks - 1, process == case.ranks
     if case.device == "cuda":
         torch.cuda.set_device(victim if new else process)
@@ -130,7 +131,7 @@ def rank_main(process: int, processes: int, case: Case, port: int) -> dict[str, 
         steps.ep.close()
         return None
     backend = "cpu:gloo,cuda:nccl" if case.device == "cuda" else "gloo"
-    group = dist.PrefixStore("group", store)
+    group = PrefixStore("group", store)
     dist.init_process_group(backend, store=group, rank=process, world_size=case.ranks)
     steps = Steps(moelink.init(device=device, **case.settings), case)
     times: dict[str, float] = {}
@@ -181,7 +182,7 @@ def run(args: argparse.Namespace, save: Save) -> int:
         case = Case(args.device, transport, args.ranks, args.tokens, args.hidden_size, args.num_experts, args.topk)
         rounds: dict[str, list[float]] = {}
         for _ in range(args.rounds):
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             processes, mortal = case.ranks + case.admits, {case.ranks - 1}
             found = run_ranks(rank_main, processes, case, store.port, mortal=mortal, timeout=300.0)
             for name in found[0]:
