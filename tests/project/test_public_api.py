@@ -57,7 +57,7 @@ def test_the_help_of_init_has_every_parameter() -> None:
     described = re.findall(r"^    (\w+): ", text.split("Args:")[1].split("Raises:")[0], re.MULTILINE)
     assert sorted(described) == sorted(parameters)
     fields = {each.name: each for each in dataclasses.fields(moelink.EPConfig)}
-    assert set(parameters) - {"group", "device"} == set(fields) - {"rank", "world_size"}
+    assert set(parameters) - {"group", "device", "spare_ranks"} == set(fields) - {"rank", "world_size"}
     for name in set(parameters) & set(fields):
         default = fields[name].default
         assert parameters[name].default == (inspect.Parameter.empty if default is dataclasses.MISSING else default)
