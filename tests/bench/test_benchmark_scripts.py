@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -23,6 +24,7 @@ from moelink_bench import (
     command,
     contenders,
     document,
+    first_result,
     host,
     launchers,
     membership,
@@ -321,6 +323,27 @@ def test_pauses_of_a_kill_and_an_admission_are_measured(tmp_path: Path, monkeypa
     names = ["step", "find", "mask", "first step masked", "admit", "first step admitted"]
     assert list(row["ms"]) == names
     assert all(0 < row["ms"][name]["min"] <= row["ms"][name]["median"] <= row["ms"][name]["max"] for name in names)
+
+
+def test_users_type_until_the_first_command_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a clone"
+    subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", str(folder), *author, "commit", "--quiet", "--allow-empty", "-m", "a"], check=True)
+    users = {
+        "one": first_result.User("words", ("TORCH", "test -f torch")),
+        "two": first_result.User("nothing", ("false", "true")),
+    }
+    monkeypatch.setattr(first_result, "USERS", users)
+    out = tmp_path / "users.json"
+    given = ["--source", str(folder), "--torch", "touch torch", "--out", str(out), "--commit", "abc1234"]
+    assert first_result.main(given) == 1
+    one, two = json.loads(out.read_text())["rows"]
+    assert one["reached"]
+    assert [step["command"] for step in one["steps"]] == ["git clone", "touch torch", "test -f torch"]
+    assert not two["reached"]
+    assert [(step["command"], step["status"]) for step in two["steps"]] == [("git clone", 0), ("false", 1)]
+    assert first_result.main([*given, "--user", "one"]) == 0
 
 
 def test_one_correction_makes_quotients_of_bf16_right() -> None:

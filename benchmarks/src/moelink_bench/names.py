@@ -23,6 +23,7 @@ SCRIPTS: Mapping[str, str] = MappingProxyType({
     "batch_invariance": "Compare a layer with batch_invariant and one without, on CPU ranks.",
     "collective": "Compare the collective transport with a sort and all_to_all_single, on CPU ranks.",
     "experts": "Time the grouped products of experts, or launch settings of their fp8 kernel.",
+    "first_result": "Time what users of four kinds type until their first result, without a GPU.",
     "frameworks": "Compare a framework's own dispatcher with moelink in the same layer; by torchrun.",
     "generate": "Time a transformers model with its own expert parallelism and with moelink; by torchrun.",
     "host": "Measure host time of calls, or what the operator layer adds to it.",
