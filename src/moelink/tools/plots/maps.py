@@ -146,6 +146,8 @@ def _heat_map(figure: Any, axes: Any, shown: _Map) -> None:
 
 
 def _rank_load(axes: Any, stats: LoadStats) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     load = stats.tokens_per_rank
     mean = sum(load) / len(load)
     axes.barh(range(len(load)), load, height=0.62, color=OURS)
@@ -160,5 +162,7 @@ def _rank_load(axes: Any, stats: LoadStats) -> None:
     for rank in labelled:
         axes.text(load[rank] + max(load) * 0.015, rank, f"{load[rank]:,}", va="center", size=9, color=INK, bbox=behind)
     axes.set_xlabel("tokens to this rank's experts (dashed: mean)", color=INK, size=9.5)
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.tick_params(axis="x", length=3, color=OTHERS)
     axes.spines["bottom"].set(visible=True, color=OTHERS)
