@@ -60,7 +60,7 @@ ROUTER_BIASES = (
            _BIASES),
     Mutant("a recomputed forward counts again", "nn/load.py",
            "if torch._C._current_graph_task_id() != -1:", "if total is None:",
-           _BIASES),
+           "nn/test_nn_aux_loss.py::test_recomputed_and_compiled_layers_add_and_count_once[kept]"),
 )
 
 PADDING_MASKS = (
