@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelink.rows import eager
 from moelink.rows.activation import exp
 from moelink.rows.choice import LEAST, STEPS, Choice
 
@@ -44,7 +45,8 @@ def choose(logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor,
     >>> choose(logits, None, choice)
     (tensor([[1, 2]], dtype=torch.int32), tensor([[6., 4.]]))
     """
-    return torch.ops.moelink.choose_experts(logits, bias, *choice)  # type: ignore[no-any-return]
+    operator = torch.ops.moelink.choose_experts
+    return eager.run(operator, _choose, _Choose, logits, bias, *choice)  # type: ignore[no-any-return]
 
 
 def twin(logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, Tensor]:
@@ -122,7 +124,6 @@ def _sum(values: Tensor) -> Tensor:
     return steps.sum(-1, keepdim=True).clamp(min=1).to(torch.float32) * (1 / STEPS)
 
 
-@torch.library.custom_op("moelink::choose_experts", mutates_args=())
 def _choose(
     logits: Tensor, bias: Tensor | None, topk: int, scoring: str, renormalize: bool, num_groups: int, topk_groups: int,
     group_score: str, scaling_factor: float,
@@ -137,7 +138,6 @@ def _choose(
     return ids, weights
 
 
-@_choose.register_fake
 def _choose_fake(logits: Tensor, bias: Tensor | None, topk: int, *_: Any) -> tuple[Tensor, Tensor]:
     shape = logits.shape[0], topk
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
@@ -155,7 +155,10 @@ def _backward(ctx: Any, _: Tensor | None, grad: Tensor) -> tuple[Tensor | None, 
     return gradient(grad, logits, ids, ctx.choice), *[None] * (1 + len(ctx.choice))
 
 
-_choose.register_autograd(_backward, setup_context=_save)
+_Choose = eager.function_of(_choose, _save, _backward)
+_operator = torch.library.custom_op("moelink::choose_experts", _choose, mutates_args=())
+_operator.register_fake(_choose_fake)
+_operator.register_autograd(_backward, setup_context=_save)
 
 
 def gradient(grad: Tensor, logits: Tensor, ids: Tensor, choice: Choice) -> Tensor:

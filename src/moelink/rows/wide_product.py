@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moelink.rows import eager
+
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     """``x`` [R, K] times the transposed ``weight`` [N, K]: [R, N] fp32, fp64 if ``x`` is fp64. Differentiable.
@@ -26,7 +28,7 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     1.00390625
     """
     if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
-        return torch.ops.moelink.wide_product(x, weight)  # type: ignore[no-any-return]
+        return eager.run(torch.ops.moelink.wide_product, _product, _Product, x, weight)  # type: ignore[no-any-return]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return functional.linear(x.to(dtype), weight.to(dtype))
 
@@ -36,14 +38,12 @@ def has_wide_sums(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@torch.library.custom_op("moelink::wide_product", mutates_args=())
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     if has_wide_sums(x.device):
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return functional.linear(x.float(), weight.float())
 
 
-@_product.register_fake
 def _product_fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
@@ -61,4 +61,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return dx, dweight
 
 
-_product.register_autograd(_backward, setup_context=_save)
+_Product = eager.function_of(_product, _save, _backward)
+_operator = torch.library.custom_op("moelink::wide_product", _product, mutates_args=())
+_operator.register_fake(_product_fake)
+_operator.register_autograd(_backward, setup_context=_save)
