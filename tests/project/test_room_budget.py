@@ -18,25 +18,25 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 3980,
-    "formats": 1293,
+    ".": 3984,
+    "formats": 1295,
     "reference": 899,
     "memory": 2126,
     "memory/nodes": 854,
     "control": 3806,
-    "kernels": 705,
+    "kernels": 706,
     "kernels/combine": 1225,
     "kernels/dispatch": 3148,
-    "kernels/launch": 1637,
+    "kernels/launch": 1923,
     "kernels/nodes": 1182,
-    "kernels/sync": 1294,
-    "rows": 1887,
+    "kernels/sync": 1306,
+    "rows": 2972,
     "transports": 1815,
     "transports/collective": 1820,
     "transports/symmetric": 2144,
     "contract": 2422,
-    "ops": 1725,
-    "nn": 4431,
+    "ops": 1751,
+    "nn": 4445,
     "integrations": 4417,
     "tracing": 535,
     "tracing/device": 524,
@@ -45,11 +45,11 @@ BUDGET = {
     "tools/demo": 651,
     "tools/doctor": 913,
     "tools/plan": 2138,
-    "tools/plots": 337,
+    "tools/plots": 341,
     "tools/trace": 234,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 9459, "layer": 1627, "frameworks": 1009}
+BUDGET_OF_BENCH = {".": 9907, "layer": 1629, "frameworks": 1009}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""
