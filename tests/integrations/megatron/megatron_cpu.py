@@ -5,14 +5,12 @@ Megatron asks for CUDA in a few places, with ``use_cpu_initialization`` too. Her
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
 
-warnings.simplefilter("ignore")  # Megatron warns of packages that are not installed, as it is imported and as it runs
 torch.Tensor.cuda = lambda self, *args, **options: self
 torch.nn.Module.cuda = lambda self, *args, **options: self
 torch.cuda.current_device = lambda: "cpu"

@@ -11,10 +11,7 @@ import torch
 if find_spec("megatron") is None:
     pytest.skip("Megatron-core is not installed here: run by make test-frameworks", allow_module_level=True)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # what Megatron says of packages that are not installed
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.timeout(600)
 
 from moelink.errors import UnsupportedError
 from moelink.integrations.megatron.spec import with_moelink
