@@ -340,6 +340,7 @@ def test_users_type_until_the_first_command_that_fails(tmp_path: Path, monkeypat
     assert first_result.main(given) == 1
     one, two = json.loads(out.read_text())["rows"]
     assert one["reached"]
+    assert re.fullmatch("[0-9a-f]{40}", one["cloned"])
     assert [step["command"] for step in one["steps"]] == ["git clone", "touch torch", "test -f torch"]
     assert not two["reached"]
     assert [(step["command"], step["status"]) for step in two["steps"]] == [("git clone", 0), ("false", 1)]

@@ -110,10 +110,13 @@ def row_of(name: str, user: User, source: str, torch_line: str) -> dict[str, Any
         steps = [Step("git clone", *list(vars(clone[0]).values())[1:])]
         if not clone[0].status:
             steps += type_commands([torch_line if each == "TORCH" else each for each in user.commands], folder)
+        cloned = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
         size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
     return {
-        "user": name, "result": user.result, "reached": not steps[-1].status, "steps": to_document(steps),
-        "minutes": round(sum(step.seconds for step in steps) / 60, 1),
+        "user": name, "cloned": cloned, "result": user.result, "reached": not steps[-1].status,
+        "steps": to_document(steps), "minutes": round(sum(step.seconds for step in steps) / 60, 1),
         "processor_minutes": round(sum(step.processor_seconds for step in steps) / 60, 1),
         "megabytes_on_disk": round(size / 1e6),
     }  # fmt: skip
