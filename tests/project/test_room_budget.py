@@ -18,25 +18,25 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 3970,
-    "formats": 1293,
+    ".": 3984,
+    "formats": 1295,
     "reference": 899,
-    "memory": 1924,
+    "memory": 2126,
     "memory/nodes": 854,
-    "control": 3797,
-    "kernels": 705,
+    "control": 3806,
+    "kernels": 706,
     "kernels/combine": 1225,
     "kernels/dispatch": 3148,
-    "kernels/launch": 1637,
+    "kernels/launch": 1923,
     "kernels/nodes": 1182,
-    "kernels/sync": 1294,
-    "rows": 1887,
-    "transports": 1797,
+    "kernels/sync": 1306,
+    "rows": 2972,
+    "transports": 1815,
     "transports/collective": 1820,
     "transports/symmetric": 2144,
     "contract": 2422,
-    "ops": 1725,
-    "nn": 4431,
+    "ops": 1751,
+    "nn": 4445,
     "integrations": 4417,
     "tracing": 535,
     "tracing/device": 524,
@@ -49,7 +49,7 @@ BUDGET = {
     "tools/trace": 234,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 9392, "layer": 1627, "frameworks": 1009}
+BUDGET_OF_BENCH = {".": 9910, "layer": 1629, "frameworks": 1009}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""
