@@ -14,7 +14,7 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.errors import UnsupportedError
 from moelink.formats import get_format
-from moelink.nn.block_quantized import BLOCK, BlockQuantized, check_product, quantize_weight, takes_large_tiles
+from moelink.nn.block_quantized import BlockQuantized, check_product, quantize_weight
 from moelink.nn.checkpoint import refuse_plain_checkpoints
 from moelink.nn.expert_backends import multiply
 from moelink.nn.experts import Activation, grouped_experts
@@ -254,21 +254,11 @@ def _quantized_experts(
     clamp: list[float],
     dtype: torch.dtype,
 ) -> Tensor:
-    rows, columns = codes.shape[0], gate_up.shape[1]
+    rows = codes.shape[0]
+    between = codes.new_empty(rows, gate_up.shape[1], dtype=dtype)
     out = codes.new_empty(rows, down.shape[1], dtype=dtype)
     if not rows:
         return out
-    rounds_alike = dtype == torch.bfloat16 and columns % (2 * BLOCK) == 0
-    if backend == "triton" and rounds_alike and takes_large_tiles(codes, len(gate_up)):
-        from moelink.rows.grouped_gluon import launch_activated
-
-        inner = codes.new_empty(rows, columns // 2)
-        inner_scales = scales.new_empty(columns // (2 * BLOCK), rows)
-        pair = (clamp[0], clamp[1]) if clamp else None
-        launch_activated(codes, scales, row_offsets, gate_up, gate_up_scales, inner, inner_scales, clamp=pair)
-        multiply(backend, inner, inner_scales, row_offsets, BlockQuantized(down, down_scales), out)
-        return out
-    between = codes.new_empty(rows, columns, dtype=dtype)
     multiply(backend, codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), between)
     bounds = Clamp(*clamp) if clamp else None
     inner, inner_scales = quantize_activation(between, row_offsets, get_format(INNER_FORMAT), bounds)
