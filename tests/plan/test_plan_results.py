@@ -135,6 +135,9 @@ COMPARED: dict[str, tuple[Compare, float]] = {
     "layer_1xh200.json": (of_layer, 30),
     "layer_2xh100.json": (of_layer, 30),
     "layer_before_2xh200.json": (of_layer, 26),
+    "layer_qwen3_2xh200.json": (of_layer, 23),
+    "layer_deepseek_v3_2xh200.json": (of_layer, 19),
+    "experts_gluon_h200.json": (of_experts, 26),
 }
 """By file: how, and the tolerance in per cent."""
 
