@@ -18,7 +18,7 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 3984,
+    ".": 3985,
     "formats": 1295,
     "reference": 899,
     "memory": 2126,
@@ -30,7 +30,7 @@ BUDGET = {
     "kernels/launch": 1923,
     "kernels/nodes": 1182,
     "kernels/sync": 1306,
-    "rows": 2972,
+    "rows": 2975,
     "transports": 1815,
     "transports/collective": 1820,
     "transports/symmetric": 2144,
@@ -49,7 +49,7 @@ BUDGET = {
     "tools/trace": 234,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 9910, "layer": 1629, "frameworks": 1009}
+BUDGET_OF_BENCH = {".": 9912, "layer": 1629, "frameworks": 1009}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""

@@ -75,7 +75,7 @@ def prepared_rows(arguments: Sequence[Any]) -> PreparedRows:
         name="played", tensordesc_meta=maps,
     )  # fmt: skip
     source = SimpleNamespace(signature=kinds)
-    loaded = SimpleNamespace(metadata=metadata, src=source, packed_metadata=(4, 1, 0), function=7)
+    loaded = SimpleNamespace(metadata=metadata, src=source, packed_metadata=(4, 1, 0), function=7, asm={"ptx": ""})
     made = PreparedRows.of(loaded, arguments, PlayedRowsDriver([*sizes, 8, 8]))
     assert made is not None
     return made
@@ -94,7 +94,9 @@ def _direct(records: Any, numbers: Any) -> DirectKernel:
     """Return the direct form of a kernel with these arguments."""
     codes = "".join("q" if name == "limit" else "i" for name in numbers._fields)
     layout = ParameterLayout(OWN_ADDRESSES + len(flat_addresses(records(False))), codes)
-    return DirectKernel(SimpleNamespace(packed_metadata=(4, 1, 0), function=7), layout, Driver(PlayedDriver()))
+    return DirectKernel(
+        SimpleNamespace(packed_metadata=(4, 1, 0), function=7, asm={"ptx": ""}), layout, Driver(PlayedDriver())
+    )
 
 
 def _launch(

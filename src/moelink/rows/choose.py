@@ -42,8 +42,9 @@ def choose(logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor,
     the same dtype. Weights are differentiable in ``logits``.
 
     >>> logits, choice = torch.tensor([[1.0, 3.0, 2.0, 0.0]]).log(), Choice(2, "softmax", True, 1, 1, "max", 10.0)
-    >>> choose(logits, None, choice)
-    (tensor([[1, 2]], dtype=torch.int32), tensor([[6., 4.]]))
+    >>> ids, weights = choose(logits, None, choice)
+    >>> ids.tolist(), weights.round(decimals=3).tolist()
+    ([[1, 2]], [[6.0, 4.0]])
     """
     operator = torch.ops.moelink.choose_experts
     return eager.run(operator, _choose, _Choose, logits, bias, *choice)  # type: ignore[no-any-return]

@@ -165,7 +165,8 @@ def choose_experts_kernel(logits, bias, ids, weights, tokens, topk, S: tl.conste
             if S.HAS_BIAS:
                 compared += tl.load(bias + expert, mask=exists, other=0.0)
         key = tl.where(exists, key_of(compared), LOWEST)
-        if S.NUM_GROUPS > 1:
+        LIMITED: tl.constexpr = S.NUM_GROUPS > 1
+        if LIMITED:
             key = without_barred(key, S, G, SIZE)
         chosen = tl.zeros([S.TOKENS, slot.shape[1]], tl.int32)
         for k in range(topk):

@@ -168,7 +168,8 @@ def _store_part(out, sums, first_row, end, first_column, S: gl.constexpr):
     row = first_row + gl.arange(0, _PART_ROWS, gl.SliceLayout(1, layout))
     column = first_column + gl.arange(0, S.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
     mask = gl.expand_dims(row < end, 1)
-    if S.N % (S.BLOCK_COLUMNS * S.PARTS) != 0:
+    PARTLY: gl.constexpr = S.N % (S.BLOCK_COLUMNS * S.PARTS)
+    if PARTLY != 0:
         mask = mask & gl.expand_dims(column < S.N, 0)
     gl.store(out + gl.expand_dims(row.to(gl.int64) * S.N, 1) + gl.expand_dims(column, 0), values, mask=mask)
 
