@@ -30,7 +30,7 @@ BUDGET = {
     "kernels/launch": 1923,
     "kernels/nodes": 1182,
     "kernels/sync": 1306,
-    "rows": 2975,
+    "rows": 2977,
     "transports": 1815,
     "transports/collective": 1820,
     "transports/symmetric": 2144,
@@ -49,7 +49,7 @@ BUDGET = {
     "tools/trace": 234,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 9912, "layer": 1629, "frameworks": 1009}
+BUDGET_OF_BENCH = {".": 9914, "layer": 1629, "frameworks": 1009}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""

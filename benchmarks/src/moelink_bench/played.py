@@ -61,7 +61,9 @@ class PlayedRowsDriver(Driver):
 
 def prepared_rows(arguments: Sequence[Any]) -> PreparedRows:
     """Return the prepared form of a kernel on rows that was compiled for ``arguments``."""
-    kinds, sizes, maps = {}, [], []
+    kinds: dict[str, str] = {}
+    sizes: list[int] = []
+    maps = []
     for number, argument in enumerate(arguments):
         if isinstance(argument, row_launch.Block):
             kinds[f"a{number}"] = "tensordesc<fp8e4nv[64,128]>"

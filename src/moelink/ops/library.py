@@ -275,6 +275,6 @@ _IMPLEMENTATIONS = MappingProxyType({
 
 def without_gradient(operator: Any, *given: Any, **options: Any) -> Any:
     """Call ``operator`` without its gradient, or where nothing must see the call its implementation alone."""
-    run = _IMPLEMENTATIONS[operator] if is_unseen(given) else operator
+    run: Any = _IMPLEMENTATIONS[operator] if is_unseen(given) else operator
     with torch._C._AutoDispatchBelowAutograd():
         return run(*given, **options)

@@ -73,6 +73,8 @@ def twin(logits: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, T
         distance = chosen - _finite(chosen.amax(-1, keepdim=True))
         weights = _power(distance if highest is None else distance - (highest - highest))
     else:
+        assert highest is not None
+        assert total is not None
         weights = _power(chosen - highest) / total
     if choice.renormalize:
         weights = weights / _sum(weights)
