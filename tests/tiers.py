@@ -32,9 +32,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import pytest
 
 BUDGETS = {
-    "kernels": 114, "transports": 130, "control": 52, "nodes": 55, "contract": 20, "formats": 10, "memory": 4,
+    "kernels": 114, "transports": 130, "control": 47, "nodes": 53, "contract": 20, "formats": 10, "memory": 4,
     "nn": 30, "ops": 16, "reference": 2, "rows": 24, "tracing": 8, "tools": 16, "gpu": 9, "mutants": 5,
-    "project": 60, "testing": 8,
+    "project": 54, "testing": 8,
 }  # fmt: skip
 """Processor seconds of each folder in the quick tier, on the machine of :mod:`tests.support.costs`; 550 at most in all.
 ``testing`` is the folder of the distribution moelink-testing."""
