@@ -366,7 +366,7 @@ QUANTIZED = (
            "mask = gl.expand_dims(row < end, 1)", "mask = gl.expand_dims(row < end + 1, 1)",
            "rows/test_grouped_gluon.py::test_the_source_keeps_the_bound_under_all_schedules"),
     Mutant("the second part of a tile in Gluon takes the scales of the first", "rows/grouped_gluon.py",
-           "gl.minimum(column + APART, S.N - 1) // _BLOCK", "column // _BLOCK",
+           "gl.minimum(column + S.BLOCK_COLUMNS, S.N - 1) // _BLOCK", "column // _BLOCK",
            "rows/test_grouped_gluon.py::test_the_source_keeps_the_bound_under_all_schedules"),
     Mutant("weights are quantised by rows of 128 alone", "nn/block_quantized.py",
            "amax(blocks.flatten(2))", "amax(blocks[:, :, 0])",

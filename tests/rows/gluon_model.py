@@ -102,11 +102,9 @@ class Product:
 
 
 class Language:
-    """What kernels import as ``gl``, ``tma``, ``mbarrier`` and by name, for one CTA with a schedule of its own."""
+    """The names that a Gluon kernel imports (``gl``, ``tma``, ``mbarrier``), for one CTA and one schedule."""
 
-    int32, int64, float32, float8e4nv, bfloat16 = (
-        torch.int32, torch.int64, torch.float32, torch.float32, torch.bfloat16,
-    )  # fmt: skip
+    int32, int64, float32, float8e4nv = torch.int32, torch.int64, torch.float32, torch.float32
     minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
     maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
     where = staticmethod(lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)))
@@ -120,8 +118,6 @@ class Language:
     convert_layout = staticmethod(lambda x, _layout: x)
     associative_scan = staticmethod(lambda x, axis, _add: x.cumsum(axis))
     static_range = range
-    leaves: dict[str, Any] = {}
-    """Functions to put in place of kernel functions of other modules, whose arithmetic has tests of its own."""
 
     def __init__(self, program: int, programs: int, seed: int) -> None:
         self.program, self.programs, self.random = program, programs, random.Random(seed)
@@ -132,11 +128,10 @@ class Language:
         self.MBarrierLayout = lambda: "barriers"
 
     def names(self) -> dict[str, Any]:
-        """What to put in place of a kernel module's globals."""
+        """Return the values that replace the globals of a kernel's module."""
         return {
             "gl": self, "tl": self, "tma": self, "mbarrier": self, "fence_async_shared": lambda: None,
             "warpgroup_mma": self.warpgroup_mma, "warpgroup_mma_wait": self.warpgroup_mma_wait,
-            **self.leaves,
         }  # fmt: skip
 
     # --- programs and memory ------------------------------------------------------------------------------------------

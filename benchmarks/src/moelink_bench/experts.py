@@ -188,25 +188,12 @@ def experts_in_bf16(rows: Rows, gate_up: Weights, down: Weights) -> Tensor:
     return grouped_matmul(inner, rows.offsets, down.numbers)
 
 
-def experts_in_fp8(rows: Rows, gate_up: Weights, down: Weights) -> Tensor:
+def experts_in_fp8(rows: Rows, gate_up: Weights, down: Weights, multiplied: Product = by_kernel) -> Tensor:
     """All of the experts in fp8, with the activation quantised on its way."""
-    inner = silu_and_quantize(by_kernel(rows, gate_up), rows.offsets, format="fp8_block128")
+    inner = silu_and_quantize(multiplied(rows, gate_up), rows.offsets, format="fp8_block128")
     assert inner.scales is not None
     between = dataclasses.replace(rows, numbers=rows.numbers[:, :1], codes=inner.tokens, scales=inner.scales)
-    return by_kernel(between, down)
-
-
-def experts_in_gluon(rows: Rows, gate_up: Weights, down: Weights) -> Tensor:
-    """All of the experts in fp8 by the kernel in Gluon, with the activation inside of the first product."""
-    from moelink.rows.grouped_gluon import launch_activated
-
-    count, inner = rows.numbers.shape[0], down.numbers.shape[2]
-    codes = torch.empty(count, inner, dtype=torch.float8_e4m3fn, device=rows.codes.device)
-    scales = torch.empty(inner // BLOCK, count, device=rows.codes.device)
-    weight = gate_up.quantized
-    launch_activated(rows.codes, rows.scales, rows.offsets, weight.codes, weight.scales, codes, scales, clamp=None)
-    between = dataclasses.replace(rows, numbers=rows.numbers[:, :1], codes=codes, scales=scales)
-    return by_gluon(between, down)
+    return multiplied(between, down)
 
 
 # --- correctness ------------------------------------------------------------------------------------------------------
@@ -282,7 +269,12 @@ def measure_load(
         yield row
     rows = by_product["gate_up"]
     whole: dict[str, Any] = {"product": "experts", **base}
-    wholes = [(BF16, experts_in_bf16), (FP8, experts_in_fp8), *([(GLUON, experts_in_gluon)] if gluon else [])]
+    in_gluon = functools.partial(experts_in_fp8, multiplied=by_gluon)
+    wholes: list[tuple[str, Callable[..., Tensor]]] = [
+        (BF16, experts_in_bf16),
+        (FP8, experts_in_fp8),
+        *([(GLUON, in_gluon)] if gluon else []),
+    ]
     for way, experts in wholes:
         us = microseconds(functools.partial(experts, rows, weights["gate_up"], weights["down"]), device, samples)
         whole[way] = {"us": round(us, 2)}

@@ -100,10 +100,8 @@ def divide_by_448(x, NATIVE: tl.constexpr):
     """
     if NATIVE:
         rough = x * (1.0 / 448.0)
-        quotient = tl.fma(tl.fma(rough, -448.0, x), 1.0 / 448.0, rough)
-    else:
-        quotient = divide(x, 448.0)
-    return quotient
+        return tl.fma(tl.fma(rough, -448.0, x), 1.0 / 448.0, rough)
+    return divide(x, 448.0)
 
 
 @triton.jit
@@ -119,7 +117,7 @@ def divide_rows(x, divisor, NATIVE: tl.constexpr):
     error does not matter.
     """
     if NATIVE:
-        inverse = tl.math.div_rn(1.0, divisor)
+        inverse = tl.math.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
         inverse = tl.broadcast_to(tl.expand_dims(inverse, 1), x.shape)
         # Negated once a row, because a negation is an instruction.
         minus = tl.broadcast_to(tl.expand_dims(-divisor, 1), x.shape)

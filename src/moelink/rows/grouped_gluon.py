@@ -26,9 +26,6 @@ With the first block of a tile the producer writes the tile's place beside the s
 end of the group, group, tile of columns). So the producer alone searches the groups. Consumers read it after waiting.
 Rows of a tile from the end of its group on are loaded (as zeros behind the buffer) and multiplied, but never stored.
 
-With an activation (KIND) the two parts of a tile are 128 columns of gate and the same columns of up, N / 2 further on.
-Consumers round both to bf16, as a product is stored, and store the codes and scales of the activated rows.
-
 Example: STAGES = 4, K = 256, so 2 blocks a tile, and a CTA with 3 tiles. Blocks 0 to 3, of tiles 0 and 1, are loaded
 at once. Block 4, the first of tile 2, is use 1 of stage 0: the producer waits until phase 0 of ``empty[0]`` has ended,
 which is when both consumers have multiplied block 0.
@@ -36,10 +33,8 @@ which is when both consumers have multiplied block 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -54,11 +49,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moelink.formats.device import encode_fp32_scale
 from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import common_kernel as common
-from moelink.rows.activation_kernel import gated
 from moelink.rows.grouped_fp8 import BLOCK, tile_in_group
 
 ROWS, PART_ROWS, PARTS, STAGES = 128, 64, 2, 4
@@ -66,7 +59,7 @@ ROWS, PART_ROWS, PARTS, STAGES = 128, 64, 2, 4
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 """Of a thread. 128 threads with the first number (three warps do nothing) and 256 with the second fill an SM."""
 
-_BLOCK, _ROWS, _PART_ROWS, _PARTS = (gl.constexpr(each) for each in (BLOCK, ROWS, PART_ROWS, PARTS))
+_BLOCK, _ROWS, _PART_ROWS = (gl.constexpr(each) for each in (BLOCK, ROWS, PART_ROWS))
 _STAGE_BYTES = gl.constexpr((ROWS + PARTS * BLOCK) * BLOCK)
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = gl.constexpr(PRODUCER_REGISTERS), gl.constexpr(CONSUMER_REGISTERS)
 
@@ -79,8 +72,6 @@ class GluonConstants(Constants):
         K, N: columns of a row and of the output. NUM_GROUPS: groups; GROUPS_POW2: the next power of two.
         BLOCK_COLUMNS, PARTS: columns of a part of a tile, and parts. BAND: tiles of rows that tiles in progress span.
         STAGES: of the ring. DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
-        KIND: of the gated activation, "silu" or "clamped"; "" for the product alone. ALPHA, LIMIT: the numbers of the
-            clamped kind.
     """
 
     K: int
@@ -91,9 +82,6 @@ class GluonConstants(Constants):
     PARTS: int = PARTS
     BAND: int = 16
     STAGES: int = STAGES
-    KIND: str = ""
-    ALPHA: float = 1.0
-    LIMIT: float = 1.0
     DEPENDENT_LAUNCH: bool = False
 
 
@@ -117,8 +105,6 @@ def _tiles_of_groups(row_offsets, rows, WARPS: gl.constexpr, S: gl.constexpr):
 def _produce(codes, weight, row_offsets, rows, total, ring, S: gl.constexpr):
     """Load all blocks of this CTA's tiles, in order, each into its stage as soon as that is empty."""
     left, right, places, ready, empty = ring
-    APART: gl.constexpr = S.N // 2 if S.KIND != "" else S.BLOCK_COLUMNS
-    TILE_COLUMNS: gl.constexpr = S.BLOCK_COLUMNS if S.KIND != "" else S.BLOCK_COLUMNS * S.PARTS
     last_tiles = gl.associative_scan(_tiles_of_groups(row_offsets, rows, 1, S), 0, _add)
     field = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
     block = 0
@@ -131,7 +117,7 @@ def _produce(codes, weight, row_offsets, rows, total, ring, S: gl.constexpr):
         row_tile, column_tile = tile_in_group(inside, gl.cdiv(end - start, _ROWS), S)
         row = start + row_tile * _ROWS
         place = gl.where(field == 0, row, gl.where(field == 1, end, gl.where(field == 2, group, column_tile)))
-        weight_row = group * S.N + column_tile * TILE_COLUMNS
+        weight_row = group * S.N + column_tile * (S.BLOCK_COLUMNS * S.PARTS)
         for k in range(S.K // _BLOCK):
             stage = block % S.STAGES
             mbarrier.wait(empty.index(stage), (block // S.STAGES + 1) & 1)
@@ -144,7 +130,7 @@ def _produce(codes, weight, row_offsets, rows, total, ring, S: gl.constexpr):
                 tma.async_copy_global_to_shared(codes, [row + part * _PART_ROWS, k * _BLOCK], bar, to)
             for part in gl.static_range(S.PARTS):
                 to = right.index(stage * S.PARTS + part)
-                tma.async_copy_global_to_shared(weight, [weight_row + part * APART, k * _BLOCK], bar, to)
+                tma.async_copy_global_to_shared(weight, [weight_row + part * S.BLOCK_COLUMNS, k * _BLOCK], bar, to)
             block += 1
 
 
@@ -175,27 +161,9 @@ def _store_part(out, sums, first_row, end, first_column, S: gl.constexpr):
 
 
 @gluon.jit
-def _store_activated(out, out_scales, gate, up, first_row, end, first_column, rows, S: gl.constexpr):
-    """Round gate and up as a product does, and store the codes and scales that ``silu_and_quantize`` makes of them."""
-    gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
-    codes, scale = encode_fp32_scale(gated(gate, up, S.KIND, S.ALPHA, S.LIMIT), 1.0, True)
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_COLUMNS, 32])
-    row = first_row + gl.arange(0, _PART_ROWS, gl.SliceLayout(1, sums))
-    gl.store(out_scales + (first_column // _BLOCK).to(gl.int64) * rows + row, scale, mask=row < end)
-    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    codes = gl.convert_layout(codes, layout)
-    row = first_row + gl.arange(0, _PART_ROWS, gl.SliceLayout(1, layout))
-    column = first_column + gl.arange(0, S.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
-    to = out + gl.expand_dims(row.to(gl.int64) * (S.N // 2), 1) + gl.expand_dims(column, 0)
-    gl.store(to, codes, mask=gl.expand_dims(row < end, 1))
-
-
-@gluon.jit
-def _consume(scales, weight_scales, out, out_scales, rows, total, ring, HALF: gl.constexpr, S: gl.constexpr):
+def _consume(scales, weight_scales, out, rows, total, ring, HALF: gl.constexpr, S: gl.constexpr):
     """Multiply the rows of half HALF of this CTA's tiles, and store them."""
     left, right, places, ready, empty = ring
-    APART: gl.constexpr = S.N // 2 if S.KIND != "" else S.BLOCK_COLUMNS
-    TILE_COLUMNS: gl.constexpr = S.BLOCK_COLUMNS if S.KIND != "" else S.BLOCK_COLUMNS * S.PARTS
     KB: gl.constexpr = S.K // _BLOCK
     NB: gl.constexpr = (S.N + _BLOCK - 1) // _BLOCK
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_COLUMNS, 32])
@@ -207,12 +175,12 @@ def _consume(scales, weight_scales, out, out_scales, rows, total, ring, HALF: gl
         place = places.index(block % S.STAGES).load(fields)
         row, end = _field(place, 0, fields) + HALF * _PART_ROWS, _field(place, 1, fields)
         # A multiple that the compiler knows, so that 16 bytes are stored at a time.
-        group, column = _field(place, 2, fields), _field(place, 3, fields) * TILE_COLUMNS
+        group, column = _field(place, 2, fields), _field(place, 3, fields) * (S.BLOCK_COLUMNS * S.PARTS)
         present = gl.minimum(row + gl.arange(0, _PART_ROWS, gl.SliceLayout(1, layout)), end - 1)
         scale_at = scales + present
         first_at = weight_scales + (group * NB + column // _BLOCK) * KB
         # The last column tile may have no second part: then this is the scale of the last column.
-        second_at = weight_scales + (group * NB + gl.minimum(column + APART, S.N - 1) // _BLOCK) * KB
+        second_at = weight_scales + (group * NB + gl.minimum(column + S.BLOCK_COLUMNS, S.N - 1) // _BLOCK) * KB
         # Scales are loaded two blocks ahead: nothing else hides their way from memory.
         next_block: gl.constexpr = 1 if KB > 1 else 0
         scale, by_first, by_second = gl.load(scale_at), gl.load(first_at), gl.load(second_at)
@@ -242,17 +210,12 @@ def _consume(scales, weight_scales, out, out_scales, rows, total, ring, HALF: gl
             mbarrier.arrive(empty.index(stage), count=1)
             second = _plus(second, products, second_factor)
             block += 1
-        if S.KIND != "":
-            _store_activated(out, out_scales, first, second, row, end, column, rows, S)
-        else:
-            _store_part(out, first, row, end, column, S)
-            _store_part(out, second, row, end, column + S.BLOCK_COLUMNS, S)
+        _store_part(out, first, row, end, column, S)
+        _store_part(out, second, row, end, column + S.BLOCK_COLUMNS, S)
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def grouped_gluon_kernel(
-    codes, scales, row_offsets, weight, weight_scales, out, out_scales, rows, S: gl.constexpr
-):  # fmt: skip
+def grouped_gluon_kernel(codes, scales, row_offsets, weight, weight_scales, out, rows, S: gl.constexpr):
     """See the module."""
     follow_previous_launch(S)
     left = gl.allocate_shared_memory(gl.float8e4nv, [2 * S.STAGES, _PART_ROWS, _BLOCK], codes.layout)
@@ -267,21 +230,17 @@ def grouped_gluon_kernel(
     total = gl.sum(_tiles_of_groups(row_offsets, rows, 4, S), 0)
     ring = (left, right, places, ready, empty)
     gl.warp_specialize([
-        (_consume, (scales, weight_scales, out, out_scales, rows, total, ring, 0, S)),
-        (_consume, (scales, weight_scales, out, out_scales, rows, total, ring, 1, S)),
+        (_consume, (scales, weight_scales, out, rows, total, ring, 0, S)),
+        (_consume, (scales, weight_scales, out, rows, total, ring, 1, S)),
         (_produce, (codes, weight, row_offsets, rows, total, ring, S)),
     ], [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def constants_of(weight: torch.Size, activation: tuple[str, float, float] = ("", 1.0, 1.0)) -> GluonConstants:
-    """Launch constants of the kernel for weights of shape [G, N, K] and an activation of (kind, alpha, limit)."""
+def constants_of(weight: torch.Size) -> GluonConstants:
+    """Launch constants of the kernel for weights of shape [G, N, K]."""
     groups, columns, inner = weight
-    kind, alpha, limit = activation
-    return GluonConstants(
-        K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups), KIND=kind, ALPHA=alpha,
-        LIMIT=limit,
-    )  # fmt: skip
+    return GluonConstants(K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups))
 
 
 def launch(
@@ -293,36 +252,16 @@ def launch(
     All tensors are contiguous, of the shapes in the table of :mod:`moelink.rows.grouped_fp8`. ``num_programs``: CTAs,
     in place of one for each SM.
     """
-    given = codes, scales, row_offsets, weight, weight_scales, out, None
-    _launch(given, constants_of(weight.shape), num_programs)
-
-
-def launch_activated(
-    codes: torch.Tensor, scales: torch.Tensor, row_offsets: torch.Tensor, weight: torch.Tensor,
-    weight_scales: torch.Tensor, tokens: torch.Tensor, out_scales: torch.Tensor, *, clamp: tuple[float, float] | None,
-) -> None:  # fmt: skip
-    """Multiply by weights [G, 2 I, K] of gate and up, and fill ``tokens`` [R, I] and ``out_scales`` [I / 128, R].
-
-    They get the bits that ``silu_and_quantize`` makes, in format fp8_block128, of the product in bf16. ``clamp`` is
-    (alpha, limit) of the clamped activation.
-    """
-    activation = ("clamped", *clamp) if clamp else ("silu", 1.0, 1.0)
-    given = codes, scales, row_offsets, weight, weight_scales, tokens.view(torch.uint8), out_scales
-    _launch(given, constants_of(weight.shape, activation), None)
-
-
-def _launch(given: Sequence[Any], constants: GluonConstants, num_programs: int | None) -> None:
-    codes, scales, row_offsets, weight, weight_scales, out, out_scales = given
     if not out.numel():
         return
     flat = weight.view(-1, weight.shape[2])
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     row_tiles = min(len(codes), triton.cdiv(len(codes), ROWS) + weight.shape[0])
-    # The sums use FMAs by name; nothing else is fused, because the activation promises bits.
+    # The sums use FMAs by name; nothing else is fused.
     common.launch(
         grouped_gluon_kernel,
         (TensorDescriptor.from_tensor(codes, [PART_ROWS, BLOCK], layout), scales, row_offsets,
-         TensorDescriptor.from_tensor(flat, [BLOCK, BLOCK], layout), weight_scales, out, out_scales, len(codes)),
-        constants, row_tiles * triton.cdiv(weight.shape[1], BLOCK * PARTS), absent=row_offsets, per_sm=1,
-        num_programs=num_programs, num_warps=4,
+         TensorDescriptor.from_tensor(flat, [BLOCK, BLOCK], layout), weight_scales, out, len(codes)),
+        constants_of(weight.shape), row_tiles * triton.cdiv(weight.shape[1], BLOCK * PARTS), absent=row_offsets,
+        per_sm=1, num_programs=num_programs, num_warps=4,
     )  # fmt: skip
