@@ -132,7 +132,7 @@ def _choose(
     group_score: str, scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     choice = Choice(topk, scoring, renormalize, num_groups, topk_groups, group_score, scaling_factor)
-    if not logits.is_cuda or logits.dtype == torch.float64:
+    if not eager.takes_kernels(logits) or logits.dtype == torch.float64:
         return twin(logits, bias, choice)
     from moelink.rows.choose_kernel import launch
 

@@ -196,18 +196,18 @@ def choose_experts_kernel(logits, bias, ids, weights, tokens, topk, S: tl.conste
 
 
 @lru_cache(maxsize=256)
-def constants_of(choice: shared.Choice, experts: int, has_bias: bool) -> ChooseConstants:
-    """Return the launch constants for logits of ``experts`` experts."""
+def _constants(choice: shared.Choice, experts: int, has_bias: bool) -> tuple[ChooseConstants, int]:
+    """Return the launch constants for logits of ``experts`` experts, and the tokens of a step."""
     groups = choice.num_groups if choice.is_limited else 1
     places = triton.next_power_of_2(groups) * triton.next_power_of_2(experts // groups)
+    at_once = max(1, (4096 if is_interpreted() else 128) // places)
     scored, softmax = choice.compares_scores(has_bias), choice.scoring == "softmax"
     return ChooseConstants(
         NUM_EXPERTS=experts, TOPK=choice.topk, NUM_GROUPS=groups, TOPK_GROUPS=choice.topk_groups,
         SIZE=experts // groups, SOFTMAX=softmax, SCORED=scored,
         SUMMED=softmax and (scored or not choice.renormalize), TOP2=choice.group_score == "top2",
-        HAS_BIAS=has_bias, RENORMALIZE=choice.renormalize, FACTOR=choice.scaling_factor,
-        TOKENS=max(1, (4096 if is_interpreted() else 128) // places),
-    )  # fmt: skip
+        HAS_BIAS=has_bias, RENORMALIZE=choice.renormalize, FACTOR=choice.scaling_factor, TOKENS=at_once,
+    ), at_once  # fmt: skip
 
 
 def launch(
@@ -222,8 +222,7 @@ def launch(
     tokens, experts = logits.shape
     if not tokens:
         return
-    constants = constants_of(choice, experts, bias is not None)
-    at_once = int(getattr(constants.TOKENS, "value", constants.TOKENS))  # a constexpr where kernels are compiled
+    constants, at_once = _constants(choice, experts, bias is not None)
     common.launch(
         choose_experts_kernel, (logits, bias, ids, weights, tokens, choice.topk), constants,
         triton.cdiv(tokens, at_once), absent=logits, per_sm=32, num_warps=1,
