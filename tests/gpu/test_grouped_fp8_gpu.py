@@ -10,7 +10,14 @@ import torch
 import moelink
 from moelink.nn import MoE, grouped_fp8
 from moelink.rows.grouped_fp8 import Settings, Tiles, launch
-from tests.rows.grouped_fp8_cases import POISON, TENSOR_CORES, TENSOR_CORES_AT_WORST, error_over_bound, problem
+from tests.rows.grouped_fp8_cases import (
+    POISON,
+    TENSOR_CORES,
+    TENSOR_CORES_AT_WORST,
+    assert_replays_follow_the_offsets,
+    error_over_bound,
+    problem,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,12 +80,7 @@ def test_a_captured_product_follows_the_offsets() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run()
-    for sizes in ((4, 260, 0, 64), (0, 0, 328, 0), (0, 0, 0, 0), (128, 100, 60, 40)):
-        given.offsets.copy_(torch.tensor([0, *sizes]).cumsum(0))
-        out.fill_(POISON)
-        graph.replay()
-        assert error_over_bound(out, given, TENSOR_CORES) <= 1
-        assert (out[given.rows :] == POISON).all()
+    assert_replays_follow_the_offsets(graph, given, out)
 
 
 def test_a_captured_layer_replays_with_other_tokens() -> None:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelink.activation import Clamp, silu_and_quantize
 from moelink.rows import grouped_fp8
-from tests.rows.grouped_fp8_cases import POISON, TENSOR_CORES, Problem, error_over_bound, problem
+from tests.rows.grouped_fp8_cases import (
+    POISON,
+    TENSOR_CORES,
+    Problem,
+    assert_replays_follow_the_offsets,
+    error_over_bound,
+    problem,
+)
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
@@ -70,26 +76,6 @@ def test_bits_do_not_depend_on_the_number_of_programs_or_the_run(num_programs: i
         assert torch.equal(product(given, num_programs=num_programs), want)
 
 
-@pytest.mark.parametrize("clamp", [None, Clamp()], ids=str)
-@pytest.mark.parametrize("spread", [0, 6])
-def test_the_activation_has_the_bits_of_two_kernels(clamp: Clamp | None, spread: int) -> None:
-    from moelink.rows.grouped_gluon import launch_activated
-
-    given = problem((36, 0, 700, 257, 1), 40, 512, 1536, device="cuda", spread=spread)
-    want = silu_and_quantize(product(given), given.offsets, format="fp8_block128", clamp=clamp)
-    assert want.scales is not None
-    tokens = torch.full_like(want.tokens.view(torch.uint8), 0xAA).view(torch.float8_e4m3fn)
-    scales = torch.full_like(want.scales, POISON)
-    launch_activated(
-        given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, tokens, scales,
-        clamp=(clamp.alpha, clamp.limit) if clamp else None,
-    )  # fmt: skip
-    assert torch.equal(tokens.view(torch.uint8)[: given.rows], want.tokens.view(torch.uint8)[: given.rows])
-    assert torch.equal(scales[:, : given.rows], want.scales[:, : given.rows])
-    assert (tokens.view(torch.uint8)[given.rows :] == 0xAA).all()
-    assert (scales[:, given.rows :] == POISON).all()
-
-
 def test_a_captured_product_follows_the_offsets() -> None:
     from moelink.rows.grouped_gluon import launch
 
@@ -98,9 +84,4 @@ def test_a_captured_product_follows_the_offsets() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch(given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out)
-    for sizes in ((4, 260, 0, 64), (0, 0, 328, 0), (0, 0, 0, 0), (128, 100, 60, 40)):
-        given.offsets.copy_(torch.tensor([0, *sizes]).cumsum(0))
-        out.fill_(POISON)
-        graph.replay()
-        assert error_over_bound(out, given, TENSOR_CORES) <= 1
-        assert (out[given.rows :] == POISON).all()
+    assert_replays_follow_the_offsets(graph, given, out)

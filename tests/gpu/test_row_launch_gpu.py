@@ -1,4 +1,4 @@
-"""Prepared launches of kernels on rows on a GPU: the bits of Triton's own launcher, whatever changed since the last."""
+"""Prepared launches of kernels on rows on a GPU have the bits of Triton's own launches, also if arguments change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -21,6 +20,7 @@ from moelink.kernels.launch.row_launch import Block, TensorMap, row_launcher
 from moelink.nn import MoE
 from moelink.rows import activation_kernel, dequantize_kernel, gated_kernel, grouped_fp8, scale_rows_kernel
 from tests.rows.grouped_fp8_cases import problem
+from tests.support.seen import Seen
 
 pytestmark = [
     pytest.mark.gpu,
@@ -180,18 +180,6 @@ def test_a_launch_goes_to_the_device_of_its_tensors() -> None:
         gated_kernel.launch(x, at, got, "silu", 1.0, 1.0)
     torch.cuda.synchronize(1)
     assert torch.equal(got, want)
-
-
-class Seen(TorchDispatchMode):
-    """A mode that must see operators; notes those of moelink."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.names += [str(func)] if str(func).startswith("moelink.") else []
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("backend", ["triton", "dequantize"])

@@ -141,7 +141,8 @@ def test_the_worked_example_of_the_module(kernel: Kernel) -> None:
     assert values[0] == b"\1" * 128, "the map that was encoded first"
     assert numbers(values[1:]) == [6, 256, 256, 1, to.data_ptr(), 12, other.data_ptr(), 0, 0]
     at = rows.tensor.data_ptr()
-    # Type 9 of devices is 8 of hosts; two dimensions, the inner first; rows are 256 bytes apart; a box of 128 x 64.
+    # Triton's type 9 is the driver's type 8. Sizes have the inner one first, rows are 256 bytes apart, and a load takes
+    # 128 x 64.
     ((found, data_type, rank, _, sizes, strides, box, steps, *rest),) = kernel.library.maps
     assert (found, data_type, rank, sizes, strides) == (at, 8, 2, [256, 6], [256])
     assert (box, steps, rest) == ([128, 64], [1, 1], [0, 3, 2, 0])

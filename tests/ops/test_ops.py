@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import moelink
 from moelink import ops
@@ -23,6 +22,7 @@ from tests.ops.op_layers import HIDDEN, IDS, E, H, K, T, noting, one_rank
 from tests.support.cases import Case, Setup
 from tests.support.commands import run_python
 from tests.support.paths import ROOT
+from tests.support.seen import Seen
 
 # --- what torch's own checks say --------------------------------------------------------------------------------------
 
@@ -86,18 +86,6 @@ def test_opcheck(setup: dict[str, Any]) -> None:
 
 
 # --- when operators are bypassed, and what passes between both worlds -------------------------------------------------
-
-
-class Seen(TorchDispatchMode):
-    """A mode that must see operators; notes those of moelink."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.names += [str(func)] if str(func).startswith("moelink.") else []
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

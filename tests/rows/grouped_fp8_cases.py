@@ -79,3 +79,13 @@ def error_over_bound(out: Tensor, given: Problem, sums: float) -> float:
         assert not error.isnan().any(), "rows that do not exist reached rows that do"
         worst = max(worst, float(error.max()))
     return worst
+
+
+def assert_replays_follow_the_offsets(graph: torch.cuda.CUDAGraph, given: Problem, out: Tensor) -> None:
+    """Whether a captured product of ``given`` into ``out`` multiplies the groups that offsets name at each replay."""
+    for sizes in ((4, 260, 0, 64), (0, 0, 328, 0), (0, 0, 0, 0), (128, 100, 60, 40)):
+        given.offsets.copy_(torch.tensor([0, *sizes]).cumsum(0))
+        out.fill_(POISON)
+        graph.replay()
+        assert error_over_bound(out, given, TENSOR_CORES) <= 1
+        assert (out[given.rows :] == POISON).all()

@@ -19,11 +19,12 @@ import moelink
 from moelink.activation import Clamp
 from moelink.nn import MoE, QuantizedExperts, dequantize_weight, grouped_fp8, local_state_dict, merge_state_dicts
 from moelink.nn import expert_backends as backends
-from moelink.nn.block_quantized import BlockQuantized, quantize_weight
+from moelink.nn.block_quantized import BlockQuantized, quantize_weight, takes_large_tiles
 from moelink.nn.experts import group_of_rows
 from moelink.nn.placement import Placement
 from moelink.rows.grouped_fp8 import INTERPRETED, Settings, launch, tile_in_group
 from moelink.testing import run_ranks
+from moelink.tuning import GLUON_ROWS
 from moelink_bench import experts as bench
 from tests.kernels.test_kernels_aot import output_of
 from tests.rows.grouped_fp8_cases import FP32_SUMS, POISON, error_over_bound, numbers, problem
@@ -88,6 +89,20 @@ def test_the_kernel_keeps_the_bound(shape: Any, settings: Settings | None) -> No
     launch(given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out, settings)
     assert error_over_bound(out, given, FP32_SUMS) <= 1
     assert (out[given.rows :] == POISON).all(), "rows that do not exist are not written"
+
+
+@pytest.mark.parametrize(
+    "rows, capability, large",
+    [(4 * GLUON_ROWS, (9, 0), True), (4 * GLUON_ROWS - 1, (9, 0), False), (4 * GLUON_ROWS, (10, 0), False)],
+)
+@pytest.mark.quick("each condition decides alone")
+def test_buffers_with_room_for_many_rows_of_each_group_take_the_product_in_gluon(
+    rows: int, capability: tuple[int, int], large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    codes: Any = types.SimpleNamespace(shape=(rows, 128), is_cuda=True, device="cuda")
+    assert takes_large_tiles(codes, 4) == large
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
