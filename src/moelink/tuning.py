@@ -47,5 +47,5 @@ COMBINE_BLOCK = 2048
 
 GLUON_ROWS = 256
 """Fewest rows of a buffer for each group, if ``rows.grouped_gluon`` is to multiply them on compute capability 9.0. A
-buffer has room for all rows that may come, so groups have fewer. Lab, *Experts*: 521.5 -> 426.1 us with 256 rows of
+buffer has room for all rows that may come, so groups have fewer. Lab, *The layer*: 521.5 -> 426.1 us with 256 rows of
 each group, 274.6 -> 263.1 with 128, 252.0 -> 250.4 with 4."""
