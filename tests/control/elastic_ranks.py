@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ import moelink
 from moelink.communicator import open_communicator
 from moelink.control import handshake, recovery
 from moelink.control.group import meet
-from moelink.memory import PosixMemory, in_place
-from moelink.memory.processes import ProcessName
+from moelink.memory.cuda_blocks import CudaMemory
 from moelink.transports import build as set_up
+from tests.memory.played_driver import PlayedDriver
 from tests.support.fault_ranks import FIELDS, check_round_trip, data, die
-from tests.support.patience import ROOMY, be_patient, is_gone, until
+from tests.support.patience import ROOMY, be_patient, until
 
 
 def opened(rank: int, world_size: int, port: int, **options: Any) -> tuple[moelink.Communicator, Any]:
@@ -30,6 +29,33 @@ def opened(rank: int, world_size: int, port: int, **options: Any) -> tuple[moeli
     world = meet(dist.PrefixStore("init", store), rank, world_size, ROOMY)
     config = moelink.EPConfig(**FIELDS, timeout=ROOMY, world_size=world_size, rank=rank, **options)
     return open_communicator(config, torch.device("cpu"), world), store
+
+
+def over_devices(rank: int, processes: int, port: int, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call ``fn(rank, processes, port, *args)`` with blocks as those of CUDA devices in place of CPU ranks' own."""
+
+    class Played:
+        @staticmethod
+        def create(
+            nbytes: int,
+            *,
+            rank: int,
+            world_size: int,
+            exchange: Any,
+            members: Any = None,
+            fill: Any = lambda block: None,
+        ) -> CudaMemory:
+            driver, ranks = PlayedDriver(), range(world_size) if members is None else members
+            memory = CudaMemory.create_with(
+                nbytes, driver=driver, rank=rank, world_size=world_size, members=ranks, exchange=exchange, fill=fill
+            )
+            if members is not None:
+                return memory
+            # Like torch's: mapped by another library, which unmaps its blocks in the end.
+            return CudaMemory(rank, [memory.peer(r) for r in range(world_size)], driver)
+
+    set_up.PosixMemory = Played  # type: ignore[assignment, misc]
+    return fn(rank, processes, port, *args)
 
 
 def gathered(store: Any, what: str, ranks: Any, rank: int) -> None:
@@ -205,61 +231,6 @@ def bound_calls_stay(rank: int, processes: int, port: int) -> list[int]:
     return sums
 
 
-def write_over(rank: int, world_size: int, store: Any) -> None:
-    """Let blocks of CPU ranks begin anew where they are, as those of CUDA devices do."""
-    store.set(f"process {rank}", json.dumps(ProcessName.of_this().fields))
-    processes = {peer: ProcessName.of(json.loads(store.get(f"process {peer}"))) for peer in range(world_size)}
-
-    def renew(memory: PosixMemory, members: Any, exchange: Any, fill: Any) -> Any:
-        leaving = {peer: process for peer, process in processes.items() if peer not in members}
-        in_place.begin_anew(
-            memory.local, memory.rank, members, leaving, exchange=exchange, fill=fill, synchronize=lambda: None
-        )
-        return SimpleNamespace(commit=lambda: None, discard=lambda: None)
-
-    PosixMemory.in_place = True
-    PosixMemory.renew = renew  # type: ignore[method-assign]
-
-
-def masked_in_place(rank: int, processes: int, port: int) -> tuple[str, int, int] | None:
-    """Of 4 ranks rank 3 is masked when it has died, and not before; rank 2 dies in between, and rank 1 afterwards.
-    Blocks and their addresses stay."""
-    ep, store = opened(rank, 4, port, transport="symmetric")
-    write_over(rank, 4, store)
-    transport = ep._session.transport
-    block = transport.ranks[0].memory.local.data_ptr()  # type: ignore[attr-defined]
-    check_round_trip(ep, rank)
-    gathered(store, "about to mask", range(4), rank)
-    if rank < 3:
-        in_place.END_SECONDS = 0.05
-        with pytest.raises(moelink.UnsupportedError, match="expected ranks whose processes have ended.*got rank 3"):
-            ep.mask([3])
-        assert ep.present == (0, 1, 2, 3)
-    gathered(store, "not masked", range(4), rank)
-    check_round_trip(ep, rank)
-    gathered(store, "about to die", range(4), rank)
-    if rank == 3:
-        die()
-    in_place.END_SECONDS = 5.0
-    if rank == 2:
-        set_up.fill_in_for = lambda *_, **__: die()
-    with pytest.raises(moelink.PeerLostError, match="in mask") as told:
-        ep.mask([3])
-    with pytest.raises(moelink.PeerTimeoutError) as ended:
-        check_round_trip(ep, rank)
-    assert ep.mask([2, 3]).present == (0, 1)
-    check_left(ep, rank)
-    check_left(ep, rank)
-    if rank == 1:
-        die()
-    until(lambda: is_gone(ep, 1))
-    assert ep.mask([1]).present == (0,)
-    check_left(ep, rank)
-    assert transport.ranks[0].memory.local.data_ptr() == block  # type: ignore[attr-defined]
-    ep.close()
-    return type(told.value).__name__, told.value.peer, ended.value.peer
-
-
 def grown(process: int, processes: int, port: int, transport: str, began: int) -> list[int]:
     """``began`` ranks of 4 make a communicator. The others, spare ones at first, join one after the other; rank 0
     leaves, and comes back."""
@@ -311,6 +282,6 @@ def other_spare_ranks(rank: int, world_size: int) -> tuple[str, list[str]]:
         refused.append(str(caught.value))
     with pytest.raises(moelink.ConfigMismatchError) as told:
         moelink.init(**fields, spare_ranks=1 + rank)
-    with pytest.raises(moelink.UnsupportedError, match="spare_ranks: expected processes of one machine"):
+    with pytest.raises(moelink.UnsupportedError, match="spare_ranks: expected processes of one node"):
         moelink.init(**{**fields, "transport": "symmetric"}, spare_ranks=2, ranks_per_node=2)
     return str(told.value), refused

@@ -134,7 +134,7 @@ class Schedule:
         return next((e for e in self.events if e.step > step and e.kind == "admit" and e.rank == rank), None)
 
 
-def run(process: int, _: int, seed: int, transport: str, port: int) -> list[str]:
+def run(process: int, _: int, port: int, seed: int, transport: str) -> list[str]:
     """Run one process of a schedule. Return what it lived through."""
     be_patient()
     schedule = Schedule(seed, transport)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +14,15 @@ from tests.control.elastic_schedules import Schedule
 from tests.tiers import seeds
 
 
-def play(seed: int, transport: str) -> list[list[str] | None]:
-    """Run the schedule of ``seed``; return what each process lived through."""
-    schedule = Schedule(seed, transport)
+def run(fn: Callable[..., Any], processes: int, *args: Any, **options: Any) -> list[Any]:
+    """Run ``fn`` in processes that reach a store of this one."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return run_ranks(
-        elastic_schedules.run, schedule.processes, seed, transport, store.port, mortal=schedule.mortal, timeout=150
-    )
+    return run_ranks(fn, processes, store.port, *args, **options)
+
+
+def run_over_devices(fn: Callable[..., Any], processes: int, *args: Any, **options: Any) -> list[Any]:
+    """As :func:`run`, with blocks as those of CUDA devices."""
+    return run(elastic_ranks.over_devices, processes, fn, *args, **options)
 
 
 @pytest.mark.timeout(900)
@@ -35,19 +37,19 @@ def test_every_schedule_of_the_symmetric_transport(seeds: range) -> None:
     check_schedules("symmetric", seeds)
 
 
-def check_schedules(transport: str, seeds: range) -> None:
+@pytest.mark.timeout(900)
+@seeds(1, 40, "blocks of CUDA devices are mapped anew by other calls", part=10)
+def test_every_schedule_over_memory_of_devices(seeds: range) -> None:
+    check_schedules("symmetric", seeds, run_over_devices)
+
+
+def check_schedules(transport: str, seeds: range, run: Callable[..., list[Any]] = run) -> None:
     """Play the schedules of ``seeds``. Each process checks what it gets, and that it gets errors where it must."""
     for seed in seeds:
         schedule = Schedule(seed, transport)
-        lived = play(seed, transport)
+        lived = run(elastic_schedules.run, schedule.processes, seed, transport, mortal=schedule.mortal, timeout=150)
         for process, told in enumerate(lived):
             assert (told is None) == (process in schedule.mortal), (seed, schedule.events, lived)
-
-
-def run(fn: Callable[..., Any], processes: int, *args: Any, mortal: Collection[int] = ()) -> list[Any]:
-    """Run ``fn`` in processes that reach a store of this one."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return run_ranks(fn, processes, store.port, *args, mortal=mortal)
 
 
 def test_what_cannot_be_masked_or_admitted_is_refused_by_name() -> None:
@@ -60,29 +62,28 @@ def test_a_rank_that_dies_in_mask_is_named_and_masked_as_well(moment: str) -> No
     assert results == [None, ("PeerLostError", 0), ("PeerLostError", 0), None]
 
 
-@pytest.mark.parametrize("transport", ["collective", "symmetric"])
-def test_a_newcomer_that_dies_in_admit_is_named_and_nothing_has_changed(transport: str) -> None:
+each_memory = pytest.mark.parametrize("run", [run, run_over_devices])
+
+
+@pytest.mark.parametrize("run, transport", [(run, "collective"), (run, "symmetric"), (run_over_devices, "symmetric")])
+def test_a_newcomer_that_dies_in_admit_is_named_and_nothing_has_changed(run: Any, transport: str) -> None:
     results = run(elastic_ranks.death_in_admit, 5, transport, mortal={3})
     assert results == [("PeerLostError", 1), None, ("PeerLostError", 1), None, None]
 
 
-def test_bound_calls_go_on_at_the_same_addresses() -> None:
+@each_memory
+def test_bound_calls_go_on_at_the_same_addresses(run: Any) -> None:
     first, _, last = run(elastic_ranks.bound_calls_stay, 3)
     assert first[:2] == last[:2] == [0, 0]
     assert first[2] == first[3]
     assert first[2] + last[2] > 0
 
 
-@pytest.mark.full("the quick tier masks over new blocks; what is written into them is the same")
-def test_blocks_that_stay_begin_anew_for_ranks_whose_peers_have_died() -> None:
-    first, second, third, last = run(elastic_ranks.masked_in_place, 4, mortal={1, 2, 3})
-    assert second is third is last is None
-    assert first[:2] == ("PeerLostError", 2)
-    assert first[2] in (2, 3)
-
-
-@pytest.mark.parametrize("transport, began", [("collective", 2), ("symmetric", 2), ("symmetric", 1)])
-def test_a_communicator_grows_into_its_spare_ranks(transport: str, began: int) -> None:
+@pytest.mark.parametrize(
+    "run, transport, began",
+    [(run, "collective", 2), (run, "symmetric", 2), (run, "symmetric", 1), (run_over_devices, "symmetric", 1)],
+)
+def test_a_communicator_grows_into_its_spare_ranks(run: Any, transport: str, began: int) -> None:
     results = run(elastic_ranks.grown, 4, transport, began)
     assert results == [list(range(max(began, rank + (rank >= began)), 5)) for rank in range(4)]
 

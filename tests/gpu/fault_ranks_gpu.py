@@ -16,6 +16,7 @@ from moelink.testing import assert_bitwise_equal
 from tests.gpu.gpu_compile import Kernel, warmup_kernels
 from tests.gpu.gpu_ranks import inputs, prepare
 from tests.support.fault_ranks import Told, die, stop_for
+from tests.support.patience import until
 
 TIMEOUT = 3.0
 SIZES = {"tokens": 512, "hidden": 2048, "experts": 24, "topk": 4}
@@ -117,51 +118,87 @@ def falls(rank: int, world_size: int, victim: int, how: str, place: str, most: i
     return {"told": told, "recovered": recovered, "grown": grown, "block": new_block_bytes(new), "pid": os.getpid()}
 
 
-def masked(rank: int, world_size: int, most: int, place: str) -> dict[str, Any] | None:
-    """The last rank is refused while it lives. It is killed, and the others mask it: eager calls, a captured graph and
-    bound calls go on in the same memory, and miss its experts."""
-    prepare(rank)
-    victim = world_size - 1
-    ep = moelink.init(**FIELDS, max_tokens_per_rank=most)
-    ep.warmup()
-    x, ids, _ = inputs(rank, seed=5, **SIZES)
-    bound = ep.bind(x, ids)
-    bound_recv = bound()
-    y = bound_recv.tokens.clone()
-    bound_combine = bound.combine(y)
-    bound_combine()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recv = ep.dispatch(x, ids)
-        out = ep.combine(recv.tokens, recv)
+class Calls:
+    """A rank's eager calls, a captured graph and bound calls, which stay while ranks leave and return."""
 
-    def check_all() -> None:
-        there = (~ep.absent_experts[ids.long()]).sum(1, keepdim=True)
+    def __init__(self, ep: moelink.Communicator) -> None:
+        ep.warmup()
+        self.ep = ep
+        self.x, self.ids, _ = inputs(ep.config.rank, seed=5, **SIZES)
+        self.bound = ep.bind(self.x, self.ids)
+        self.bound_recv = self.bound()
+        self.y = self.bound_recv.tokens.clone()
+        self.bound_combine = self.bound.combine(self.y)
+        self.bound_combine()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.recv = ep.dispatch(self.x, self.ids)
+            self.out = ep.combine(self.recv.tokens, self.recv)
+
+    def check(self) -> None:
+        """Compare all with the sums of the experts that are there."""
+        there = (~self.ep.absent_experts[self.ids.long()]).sum(1, keepdim=True)
         # The sum of no row is 0.0, while the product of a negative number and 0 is -0.0.
-        expected = torch.where(there > 0, x * there, 0.0)
+        expected = torch.where(there > 0, self.x * there, 0.0)
         for number in range(5):
-            out.fill_(-1)
-            graph.replay()
-            ep.check()
-            assert_bitwise_equal(out, expected, f"rank {rank}, replay {number}")
-            again = ep.dispatch(x, ids)
-            assert_bitwise_equal(ep.combine(again.tokens, again), expected, f"rank {rank}, call {number}")
+            what = f"rank {self.ep.config.rank}, {self.ep.present}, {number}: "
+            self.out.fill_(-1)
+            self.graph.replay()
+            self.ep.check()
+            assert_bitwise_equal(self.out, expected, what + "graph")
+            again = self.ep.dispatch(self.x, self.ids)
+            assert_bitwise_equal(self.ep.combine(again.tokens, again), expected, what + "eager")
             assert int(again.masked) == int((SIZES["topk"] - there).sum())
-            bound()
-            y.copy_(bound_recv.tokens)
-            assert_bitwise_equal(bound_combine(), expected, f"rank {rank}, bound call {number}")
-            ep.check()
+            self.bound()
+            self.y.copy_(self.bound_recv.tokens)
+            assert_bitwise_equal(self.bound_combine(), expected, what + "bound")
+            self.ep.check()
 
-    check_all()
-    torch.cuda.synchronize()
-    dist.barrier()
-    if rank != victim:
-        with pytest.raises(moelink.UnsupportedError, match="expected ranks whose processes have ended"):
-            ep.mask([victim])
-    dist.barrier()
-    check_all()
-    torch.cuda.synchronize()
-    dist.barrier()
+
+def leaves_and_returns(process: int, processes: int, most: int, place: str, port: int) -> dict[str, Any] | None:
+    """The last rank is masked while it lives, and comes back. Then it is killed and masked, and the last process takes
+    its place. All go on in the same graphs and bound calls, at the same addresses."""
+    world_size, victim = processes - 1, processes - 2
+    newcomer = process == world_size
+    rank = min(process, victim)
+    torch.cuda.set_device(rank)
+    store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    others = range(victim)
+
+    def gathered(what: str, ranks: Any) -> None:
+        torch.cuda.synchronize()
+        store.set(f"{what} {rank}", "1")
+        until(lambda: store.check([f"{what} {other}" for other in ranks]))
+
+    if newcomer:
+        until(lambda: store.check(["admit"]))
+        ep = moelink.join(store, rank, world_size, **FIELDS, max_tokens_per_rank=most)
+        x, ids, _ = inputs(rank, seed=5, **SIZES)
+        for _ in range(15):  # as often as the others
+            recv = ep.dispatch(x, ids)
+            assert_bitwise_equal(ep.combine(recv.tokens, recv), x * SIZES["topk"], "newcomer")
+            ep.check()
+        ep.close()
+        return None
+    group = dist.PrefixStore("group", store)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=group, rank=rank, world_size=world_size)
+    ep = moelink.init(**FIELDS, max_tokens_per_rank=most)
+    calls = Calls(ep)
+    calls.check()
+    addresses, free = ep._session.transport.ranks[0].memory.pointers.tolist(), torch.cuda.mem_get_info()[0]  # type: ignore[attr-defined]
+    seconds = {}
+    gathered("mask", range(world_size))
+    if rank == victim:
+        with pytest.raises(moelink.RankMaskedError):
+            calls.check()
+    else:
+        seconds["mask a living rank"] = ep.mask([victim]).seconds
+        calls.check()
+        until(lambda: ep.applicants(store) == (victim,))
+        gathered("admit", others)
+    seconds["admit it"] = ep.admit([victim], store).seconds
+    calls.check()
+    gathered("strike", range(world_size))
 
     def strike() -> None:
         if rank != victim:
@@ -169,19 +206,26 @@ def masked(rank: int, world_size: int, most: int, place: str) -> dict[str, Any] 
         if place == "running":
             threading.Timer(0.3, die).start()
             return
-        pending = ep.dispatch_async(x, ids)
+        pending = ep.dispatch_async(calls.x, calls.ids)
         torch.cuda.synchronize()
         die()
         pending.wait()
 
     told = caught(ep, rank, strike)
-    change = ep.mask([victim])
-    assert change.masked == (victim,)
-    check_all()
+    seconds["mask"] = ep.mask([victim]).seconds
+    calls.check()
     with pytest.raises(moelink.ForeignHandleError):
-        ep.combine(recv.tokens, recv)
+        ep.combine(calls.recv.tokens, calls.recv)
+    store.set("admit", "1")
+    until(lambda: ep.applicants(store) == (victim,))
+    gathered("admit a newcomer", others)
+    seconds["admit a newcomer"] = ep.admit([victim], store).seconds
+    calls.check()
+    assert ep._session.transport.ranks[0].memory.pointers.tolist() == addresses  # type: ignore[attr-defined]
+    grown = free - torch.cuda.mem_get_info()[0]
+    nbytes = new_block_bytes(ep)
     ep.close()
-    return {"told": told, "seconds": change.seconds}
+    return {"told": told, "seconds": seconds, "grown": grown, "block": nbytes}
 
 
 def new_block_bytes(ep: moelink.Communicator) -> int:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moelink.testing import run_ranks
 from tests.gpu import fault_ranks_gpu
@@ -45,9 +46,13 @@ def test_the_others_name_it_in_time_and_go_on_without_it(how: str, place: str, v
 @pytest.mark.parametrize("world, most, place", [
     (2, WITHOUT_FLAGS, "dispatch"), (2, WITH_FLAGS, "running"), (WORLD, WITHOUT_FLAGS, "running"),
 ])  # fmt: skip
-def test_a_rank_that_was_killed_is_masked_and_graphs_go_on(world: int, most: int, place: str) -> None:
-    results = run_ranks(fault_ranks_gpu.masked, world, most, place, mortal={world - 1}, timeout=250)
-    assert results.pop() is None
+def test_a_rank_leaves_and_returns_while_graphs_go_on(world: int, most: int, place: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = run_ranks(
+        fault_ranks_gpu.leaves_and_returns, world + 1, most, place, store.port, mortal={world - 1}, timeout=250
+    )
+    assert results.pop() is results.pop() is None
     for result in results:
         assert (result["told"].kind, result["told"].peer) == ("PeerLostError", world - 1)
-        assert 0 < result["seconds"] < 30
+        assert all(0 < seconds < 30 for seconds in result["seconds"].values()), result
+        assert result["grown"] <= 2 * result["block"] + 2**24, "memory of earlier memberships is kept"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 import pytest
 import torch
 
 from moelink.errors import UnsupportedError
-from moelink.memory import PosixMemory, create_all, in_place, posix
-from moelink.memory.processes import ProcessName
+from moelink.memory import PosixMemory, create_all, posix
 
 NBYTES = 5000
 
@@ -71,37 +69,3 @@ def test_memory_of_another_kind_is_refused_by_name() -> None:
     (memory,) = create_all(["cpu"], NBYTES)
     with pytest.raises(UnsupportedError, match="blocks that can begin anew.*SingleProcessMemory"):
         memory.renew([0], alone, lambda block: None)
-
-
-def begin_anew(block: torch.Tensor, process: ProcessName, done: list[str]) -> None:
-    """Mask rank 1, whose process is ``process``, in the block of rank 0; note the steps in ``done``."""
-
-    def exchange(record: bytes) -> list[bytes]:
-        done.append(f"said {record.split()[-1].decode()}, byte {block[0]}")
-        return [record]
-
-    def fill(zeros: torch.Tensor) -> None:
-        done.append("fill")
-        zeros[0] += 3
-
-    in_place.begin_anew(
-        block, 0, [0], {1: process}, exchange=exchange, fill=fill, synchronize=lambda: done.append("wait")
-    )
-
-
-def test_a_block_begins_anew_where_it_is_between_two_exchanges() -> None:
-    """When no kernel of this rank, and none of a rank that has left, can still store."""
-    block, done = torch.full((8,), 9, dtype=torch.uint8), list[str]()
-    gone = dataclasses.replace(ProcessName.of_this(), started=1)
-    begin_anew(block, gone, done)
-    assert done == ["wait", "said rank=0, byte 9", "fill", "wait", "said ready=yes, byte 3"]
-    assert block.tolist() == [3, 0, 0, 0, 0, 0, 0, 0]
-
-
-def test_a_block_stays_while_a_process_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place, "END_SECONDS", 0.02)
-    block, done = torch.full((8,), 9, dtype=torch.uint8), list[str]()
-    with pytest.raises(UnsupportedError, match=f"got rank 1, process {os.getpid()}, which lives"):
-        begin_anew(block, ProcessName.of_this(), done)
-    assert [step for step in done if not step.startswith("said")] == []
-    assert (block == 9).all()

@@ -10,8 +10,6 @@ symmetric transport that is its timeout, 5 s on CUDA devices and else 30 s, as a
 ``mask`` and ``admit``: of these calls. ``first step``: of the first one after each. ``step``: the median of steps
 before. All in ms.
 
-On CUDA devices only ranks are masked with --transport symmetric, as no process can be admitted there.
-
     python -m moelink_bench.membership --transport symmetric
     python -m moelink_bench.membership --device cuda --transport symmetric --ranks 2
 """
@@ -53,11 +51,6 @@ class Case:
     topk: int
 
     @property
-    def admits(self) -> bool:
-        """Whether a process can take the place of the one that was killed."""
-        return self.device == "cpu" or self.transport == "collective"
-
-    @property
     def timeout(self) -> float:
         """Seconds of a call. Interpreted kernels of several ranks take seconds on few cores."""
         return 5.0 if self.device == "cuda" else 30.0
@@ -72,9 +65,9 @@ class Case:
 
 
 class Steps:
-    """Steps of one rank, eager or, on CUDA devices, of a graph on the symmetric transport."""
+    """Steps of one rank, eager or, with ``captured`` on the symmetric transport, of a graph."""
 
-    def __init__(self, ep: moelink.Communicator, case: Case) -> None:
+    def __init__(self, ep: moelink.Communicator, case: Case, *, captured: bool) -> None:
         self.ep, self.cuda = ep, ep.device.type == "cuda"
         generator = torch.Generator().manual_seed(ep.config.rank)
         self.x = torch.randint(1, 5, (case.tokens, case.hidden_size), generator=generator).bfloat16().to(ep.device)
@@ -82,7 +75,7 @@ class Steps:
         self.ids = choice[:, : case.topk].int().to(ep.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.out = self._call()
-        if self.cuda and case.transport == "symmetric":
+        if captured and case.transport == "symmetric":
             ep.warmup()
             ep.check()
             self.graph = torch.cuda.CUDAGraph()
@@ -132,14 +125,14 @@ def rank_main(process: int, processes: int, case: Case, port: int) -> dict[str, 
     device = torch.device(case.device, torch.cuda.current_device()) if case.device == "cuda" else "cpu"
     if new:
         until(lambda: store.check(["masked"]))
-        steps = Steps(moelink.join(store, victim, case.ranks, device=device, **case.settings), case)
+        steps = Steps(moelink.join(store, victim, case.ranks, device=device, **case.settings), case, captured=False)
         steps.compare()
         steps.ep.close()
         return None
     backend = "cpu:gloo,cuda:nccl" if case.device == "cuda" else "gloo"
     group = PrefixStore("group", store)
     dist.init_process_group(backend, store=group, rank=process, world_size=case.ranks)
-    steps = Steps(moelink.init(device=device, **case.settings), case)
+    steps = Steps(moelink.init(device=device, **case.settings), case, captured=case.device == "cuda")
     times: dict[str, float] = {}
     before: list[float] = []
     for _ in range(STEPS):
@@ -165,15 +158,14 @@ def rank_main(process: int, processes: int, case: Case, port: int) -> dict[str, 
     for _ in range(STEPS):
         steps.make()
     steps.compare()
-    if case.admits:
-        store.set("masked", "1")
-        until(lambda: steps.ep.applicants(store) == (victim,))
-        store.add("seen", 1)
-        until(lambda: store.add("seen", 0) == case.ranks - 1)
-        times["admit"] = 1e3 * steps.ep.admit([victim], store).seconds
-        with timed(times, "first step admitted"):
-            steps.make()
-        steps.compare()
+    store.set("masked", "1")
+    until(lambda: steps.ep.applicants(store) == (victim,))
+    store.add("seen", 1)
+    until(lambda: store.add("seen", 0) == case.ranks - 1)
+    times["admit"] = 1e3 * steps.ep.admit([victim], store).seconds
+    with timed(times, "first step admitted"):
+        steps.make()
+    steps.compare()
     steps.ep.close()
     return times
 
@@ -189,7 +181,7 @@ def run(args: argparse.Namespace, save: Save) -> int:
         rounds: dict[str, list[float]] = {}
         for _ in range(args.rounds):
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            processes, mortal = case.ranks + case.admits, {case.ranks - 1}
+            processes, mortal = case.ranks + 1, {case.ranks - 1}
             found = run_ranks(rank_main, processes, case, store.port, mortal=mortal, timeout=300.0)
             for name in found[0]:
                 rounds.setdefault(name, []).append(max(times[name] for times in found[: case.ranks - 1]))

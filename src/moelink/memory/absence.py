@@ -49,12 +49,6 @@ def poison(block: Tensor, *, rank: int, missing: int, workspace: Workspace) -> N
     workspace.regions["poison"].view(block)[0] = rank + 1
 
 
-def cure(block: Tensor, *, rank: int, workspace: Workspace) -> None:
-    """Take away what :func:`poison` wrote in the name of ``rank``."""
-    workspace.regions["poison"].view(block).zero_()
-    workspace.regions["poisons"].view(block)[rank] = 0
-
-
 def fill_in_for(masked: Sequence[int], block: Tensor, *, workspace: Workspace) -> None:
     """Write the words of ranks ``masked`` into ``block``, [nbytes] uint8 of zeros, which no peer has mapped yet."""
     regions = workspace.regions

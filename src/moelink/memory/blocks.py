@@ -66,15 +66,11 @@ class SymmetricMemory:
             raise ArgumentError("rank", f"a rank of the node of rank {self.rank}", rank)
         return block
 
-    in_place = False
-    """Whether :meth:`renew` writes over the blocks (:mod:`moelink.memory.in_place`), so that the old contents are lost
-    even if it fails."""
-
     def renew(self, members: Sequence[int], exchange: Exchange, fill: Callable[[Tensor], None]) -> Renewal:
         """Prepare new blocks at the addresses of these, for the ranks ``members``. Collective over them.
 
         ``exchange``: over the members, called exactly twice. ``fill`` writes what the new own block begins with, and
-        is given zeros. Until :meth:`Renewal.commit` nothing has changed, but for memory that is :attr:`in_place`.
+        is given zeros. Until :meth:`Renewal.commit` nothing has changed.
 
         Raises:
             UnsupportedError: memory of this kind cannot begin anew, or not with these members.

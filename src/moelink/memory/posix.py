@@ -34,7 +34,6 @@ from torch import Tensor
 from moelink.arith import align_up
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.memory.blocks import Renewal, SymmetricMemory
-from moelink.memory.processes import pid_namespace
 from moelink.memory.setup import MACHINE, NUMBER, Exchange, Schema, machine_id, refuse_other_places, set_up
 
 DIRECTORY = "/dev/shm"
@@ -282,3 +281,10 @@ def _check(peer: int, status: os.stat_result, fields: Mapping[str, str]) -> None
                 f"the shared memory of rank {peer} is refused: expected {name} {expected}, got {got}; start the ranks "
                 "again"
             )
+
+
+def pid_namespace() -> int:
+    """Return the number of this process's PID namespace, 0 if the kernel does not say."""
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0

@@ -13,13 +13,10 @@ Only this file and ``memory.nodes.nvshmem`` touch that module, which torch calls
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
-import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +24,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moelink.errors import ArgumentError, UnsupportedError
-from moelink.memory.blocks import Renewal, SymmetricMemory
-from moelink.memory.in_place import begin_anew
-from moelink.memory.processes import PROCESS_FIELDS, ProcessName
+from moelink.memory.cuda_blocks import CudaMemory
+from moelink.memory.driver import DEVICE, CudaDriver, device_uuid, refuse_shared_devices, refuse_unreachable
 from moelink.memory.setup import MACHINE, NUMBER, Exchange, Schema, machine_id, refuse_other_places, set_up
 
 _MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-_SCHEMA: Schema = {
-    "nbytes": NUMBER, "machine": MACHINE, "device": re.compile(r"[0-9a-zA-Z-]{1,64}"), **PROCESS_FIELDS,
-}  # fmt: skip
+_SCHEMA: Schema = {"nbytes": NUMBER, "machine": MACHINE, "device": DEVICE}
 
 
 @dataclass(frozen=True)
@@ -59,18 +53,15 @@ def place_in(group: ProcessGroup | Members) -> tuple[int, int]:
     return (group.rank, group.world_size) if isinstance(group, Members) else (group.rank(), group.size())
 
 
-class TorchMemory(SymmetricMemory):
+class TorchMemory(CudaMemory):
     """Blocks on the CUDA devices of one machine, mapped into this process; ``pointers`` on this rank's device."""
 
-    in_place = True
-
-    def __init__(self, local: Tensor, handle: Any, processes: Sequence[ProcessName]) -> None:
-        """Wrap a block and its rendezvous handle, which :meth:`create` makes. ``processes``: of each rank."""
-        shape = (local.numel(),)
-        super().__init__(handle.rank, [handle.get_buffer(r, shape, torch.uint8) for r in range(handle.world_size)])
+    def __init__(self, local: Tensor, handle: Any) -> None:
+        """Wrap a block and its rendezvous handle, which :meth:`create` makes."""
+        blocks = [handle.get_buffer(r, (local.numel(),), torch.uint8) for r in range(handle.world_size)]
+        super().__init__(handle.rank, blocks, CudaDriver(local.device))
         self.local = local  # owns the memory that get_buffer's view of it only borrows
         self._handle: Any = handle
-        self._processes = dict(enumerate(processes))
 
     @classmethod
     def create(
@@ -103,71 +94,32 @@ class TorchMemory(SymmetricMemory):
                 raise ArgumentError("device", "a CUDA device", device)
             machine = machine_id()
             block.append(_allocate(nbytes, device))
-            own = ProcessName.of_this().fields
-            return {"nbytes": str(nbytes), "machine": machine, "device": device_uuid(device), **own}
+            return {"nbytes": str(nbytes), "machine": machine, "device": device_uuid(device)}
 
-        def accept(peers: list[dict[str, str]]) -> list[ProcessName]:
+        def accept(peers: list[dict[str, str]]) -> None:
             refuse_other_places(peers)
-            uuids = [fields["device"] for fields in peers]
+            uuids = dict(enumerate(fields["device"] for fields in peers))
             refuse_shared_devices(uuids)
             refuse_unreachable(uuids)
-            return [ProcessName.of(fields) for fields in peers]
 
         rank, world_size = place_in(group)
-        processes = set_up(
-            exchange, kind="cuda", rank=rank, world_size=world_size, schema=_SCHEMA, prepare=prepare, accept=accept
-        )
+        set_up(exchange, kind="cuda", rank=rank, world_size=world_size, schema=_SCHEMA, prepare=prepare, accept=accept)
         try:
             with torch.cuda.device(device), without_multicast():
-                return cls(block[0], _rendezvous(block[0], group), processes)
+                return cls(block[0], _rendezvous(block[0], group))
         except RuntimeError as error:
             raise UnsupportedError(
                 f"expected torch to share memory between the devices of the group, got this error: {error}; use "
                 "transport='collective'"
             ) from error
 
-    def renew(self, members: Sequence[int], exchange: Exchange, fill: Callable[[Tensor], None]) -> Renewal:
-        """Begin the block anew where it is, without ranks whose processes have ended. The blocks of those stay mapped.
-
-        Raises:
-            UnsupportedError: a rank among ``members`` is a newcomer, or a process of another one has not ended.
-        """
-        if not set(members) <= set(self._processes):
-            raise UnsupportedError(
-                f"admit: expected blocks that can be mapped at addresses of before, which are those of CPU ranks, got "
-                f"blocks on {self.local.device}; use transport='collective', or make a new communicator"
-            )
-        leaving = {rank: process for rank, process in self._processes.items() if rank not in members}
-        begin_anew(
-            self.local, self.rank, members, leaving, exchange=exchange, fill=fill,
-            synchronize=partial(torch.cuda.synchronize, self.local.device),
-        )  # fmt: skip
-        return _Emptied(self._processes, leaving)
-
     def close(self) -> None:
         """Unmap all blocks and free this rank's; waits for this device's kernels, for no peer. Safe to call twice.
 
         A peer that maps this rank's block may go on using it: the driver frees memory that no process maps.
         """
-        if self._handle is not None:
-            torch.cuda.synchronize(self.local.device)
         super().close()
         self._handle = None
-
-
-class _Emptied:
-    """A block that was written over (:class:`moelink.memory.blocks.Renewal`)."""
-
-    def __init__(self, processes: dict[int, ProcessName], leaving: Collection[int]) -> None:
-        self._processes, self._leaving = processes, tuple(leaving)
-
-    def commit(self) -> None:
-        """Forget the ranks that have left."""
-        for rank in self._leaving:
-            del self._processes[rank]
-
-    def discard(self) -> None:
-        """Leave it to the poison that no call uses it."""
 
 
 def symmetric_memory_module() -> Any:
@@ -216,40 +168,6 @@ def _allocate(nbytes: int, device: torch.device) -> Tensor:
             "max_tokens_per_rank, free memory, or use transport='collective'"
         ) from error
     return block
-
-
-def device_uuid(device: torch.device) -> str:
-    """Return the device's own id: processes that see different sets of devices have different indices for one."""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def refuse_shared_devices(uuids: Sequence[str]) -> None:
-    """Raise UnsupportedError naming two ranks that use the same device. ``uuids`` are the devices of the ranks."""
-    for b, uuid in enumerate(uuids):
-        a = uuids.index(uuid)
-        if a != b:
-            raise UnsupportedError(
-                f"expected a device of its own for each rank, got {uuid} on ranks {a} and {b}; give each rank its own"
-            )
-
-
-def refuse_unreachable(uuids: Sequence[str], first: int = 0) -> None:
-    """Raise UnsupportedError naming two ranks whose devices cannot access each other.
-
-    ``uuids`` are the devices of consecutive ranks from ``first`` on. Pairs that this process does not see
-    (CUDA_VISIBLE_DEVICES) are left to torch.
-    """
-    index = {device_uuid(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
-    for a, b in itertools.combinations(range(len(uuids)), 2):
-        ours, theirs = index.get(uuids[a]), index.get(uuids[b])
-        if ours is None or theirs is None:
-            continue
-        for source, target in ((ours, theirs), (theirs, ours)):
-            if not torch.cuda.can_device_access_peer(source, target):
-                raise UnsupportedError(
-                    f"expected ranks {first + a} and {first + b} to have devices that access each other's memory, got "
-                    "no peer access (NVLink or PCIe); use transport='collective'"
-                )
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.control.failure_detector import FailureDetector
@@ -20,7 +19,9 @@ from moelink.control.group import World, add_data_group, gather_bytes, setting_u
 from moelink.control.handshake import Agreement, agree
 from moelink.errors import UnsupportedError
 from moelink.memory import Members, NvshmemMemory, PosixMemory, SymmetricMemory, TorchMemory, create_all, protocol
-from moelink.memory.absence import cure, fill_in_for, poison
+from moelink.memory.absence import fill_in_for
+from moelink.memory.cuda_blocks import CudaMemory
+from moelink.memory.driver import CudaDriver
 from moelink.memory.layout import DispatchMessage, RegionTable
 from moelink.memory.nodes.nvshmem import refuse_rocm
 from moelink.memory.workspace import Workspace
@@ -156,20 +157,11 @@ def _change_blocks(
     if config.mode == "allreduce":
         return Change(change, lambda: None)
     memory: SymmetricMemory = transport.ranks[0].memory
-    workspace = Workspace(config)
-
-    def fill(block: Tensor) -> None:
-        fill_in_for(masked, block, workspace=workspace)
-        if memory.in_place:
-            poison(block, rank=config.rank, missing=leaving[0], workspace=workspace)
-
+    fill = partial(fill_in_for, masked, workspace=Workspace(config))
     renewal = memory.renew(world.ranks, partial(gather_bytes, world, timeout=config.timeout), fill)
 
     def commit() -> None:
-        if memory.in_place:
-            cure(memory.local, rank=config.rank, workspace=workspace)
-        else:
-            transport.end_at(leaving)
+        transport.end_at(leaving)
         renewal.commit()
         change()
         if memory.local.is_cuda:
@@ -213,15 +205,23 @@ def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: 
     if config.mode == "allreduce" or (world.world_size == 1 and world.members is None):
         return create_all([device], nbytes)[0]
 
-    if world.members is not None and (device.type == "cuda" or config.node_size < config.world_size):
+    if world.members is not None and config.node_size < config.world_size:
         raise UnsupportedError(
-            f"spare_ranks: expected processes of one machine on CPUs for ranks that join on the symmetric transport, "
-            f"got {device} in nodes of {config.node_size} ranks; use transport='collective'"
+            f"spare_ranks: expected processes of one node for ranks that join on the symmetric transport, got nodes of "
+            f"{config.node_size} ranks; use transport='collective'"
         )
 
     def exchange(record: bytes) -> list[bytes]:
         return gather_bytes(world, record, config.timeout)
 
+    if world.members is not None:
+        create = (
+            PosixMemory.create if device.type == "cpu" else partial(CudaMemory.create_with, driver=CudaDriver(device))
+        )
+        return create(
+            nbytes, rank=config.rank, world_size=config.world_size, exchange=exchange, members=world.members,
+            fill=partial(fill_in_for, masked_in(world, config), workspace=Workspace(config)),
+        )  # fmt: skip
     if device.type == "cuda":
         group = world.group if world.group is not None else Members(world.rank, world.world_size, world.store, name)
         if config.node_size < config.world_size:
@@ -230,13 +230,7 @@ def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: 
                 timeout=config.timeout,
             )  # fmt: skip
         return TorchMemory.create(nbytes, device=device, group=group, exchange=exchange)
-    if world.members is None:
-        return PosixMemory.create(nbytes, rank=world.rank, world_size=world.world_size, exchange=exchange)
-    masked = masked_in(world, config)
-    return PosixMemory.create(
-        nbytes, rank=config.rank, world_size=config.world_size, exchange=exchange, members=world.members,
-        fill=partial(fill_in_for, masked, workspace=Workspace(config)),
-    )  # fmt: skip
+    return PosixMemory.create(nbytes, rank=world.rank, world_size=world.world_size, exchange=exchange)
 
 
 def check_kernels() -> None:

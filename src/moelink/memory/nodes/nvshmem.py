@@ -36,17 +36,10 @@ from torch.distributed import ProcessGroup
 
 from moelink.errors import ArgumentError, NetworkTimeoutError, UnsupportedError
 from moelink.memory.blocks import SymmetricMemory
+from moelink.memory.driver import device_uuid, refuse_shared_devices, refuse_unreachable
 from moelink.memory.nodes.watchdog import within
 from moelink.memory.setup import MACHINE, NUMBER, Exchange, Schema, machine_id, refuse_other_sizes, set_up
-from moelink.memory.torch_symm import (
-    Members,
-    device_uuid,
-    place_in,
-    refuse_shared_devices,
-    refuse_unreachable,
-    symmetric_memory_module,
-    without_multicast,
-)
+from moelink.memory.torch_symm import Members, place_in, symmetric_memory_module, without_multicast
 
 BACKEND = "NVSHMEM"
 _START = "NVSHMEM's start (initialisation, allocation and barrier of all ranks)"
@@ -284,7 +277,8 @@ def _writes_ordering(device: torch.device) -> int:
 def _refuse_places(peers: list[dict[str, str]], size: int) -> None:
     """Raise unless all ranks ask for the same size, and the ``size`` ranks of each node reach each other."""
     refuse_other_sizes(peers)
-    machines, uuids = ([fields[name] for fields in peers] for name in ("machine", "device"))
+    machines = [fields["machine"] for fields in peers]
+    uuids = {rank: fields["device"] for rank, fields in enumerate(peers)}
     refuse_shared_devices(uuids)
     for first in range(0, len(peers), size):
         for rank in range(first, first + size):
@@ -293,7 +287,7 @@ def _refuse_places(peers: list[dict[str, str]], size: int) -> None:
                     f"ranks_per_node={size}: expected ranks {first} and {rank} on one machine, got ranks on different "
                     "machines; number ranks node by node, or use transport='collective'"
                 )
-        refuse_unreachable(uuids[first : first + size], first)
+        refuse_unreachable({rank: uuids[rank] for rank in range(first, first + size)})
     for rank, fields in enumerate(peers):
         if len(set(machines)) > 1 and int(fields["ordering"]) < _ORDERED_FOR_OWNER:
             raise UnsupportedError(
