@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import moelink
 from moelink.errors import ArgumentError, ClosedError, ConfigMismatchError, UnsupportedError
-from moelink.memory import Members, NvshmemMemory, torch_symm
+from moelink.memory import Members, NvshmemMemory, driver, torch_symm
 from moelink.memory.nodes import network, nvshmem, watchdog
 from moelink.memory.workspace import Workspace
 from moelink.transports.build import choose_transport
@@ -108,6 +108,7 @@ def job(monkeypatch):
     job = Job()
     for module in (nvshmem, torch_symm):
         monkeypatch.setattr(module, "symmetric_memory_module", lambda: job)
+    for module in (nvshmem, driver):
         monkeypatch.setattr(module, "device_uuid", lambda device: job.devices[device.index])
     monkeypatch.setattr(nvshmem, "machine_id", lambda: job.machines[job.here.rank])
     monkeypatch.setattr(nvshmem, "_writes_ordering", lambda device: job.orderings[device.index])
