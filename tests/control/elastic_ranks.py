@@ -206,9 +206,12 @@ def death_in_admit(rank: int, processes: int, port: int, transport: str) -> tupl
 
 
 def bound_calls_stay(rank: int, processes: int, port: int) -> list[int]:
-    """Calls that were bound before a mask go on after it, at the same addresses, as a captured graph would."""
+    """Calls that were bound before a mask go on after it, at the same addresses, as a captured graph would. An output
+    of before is refused, also when eager calls of its kind have been made since."""
     ep, _ = opened(rank, 3, port, transport="symmetric")
     d = data(rank)
+    before = ep.dispatch(d.x, d.topk_ids)
+    ep.combine(before.tokens, before)
     dispatch = ep.bind(d.x, d.topk_ids)
     recv = dispatch()
     y = torch.empty_like(recv.tokens)
@@ -219,7 +222,7 @@ def bound_calls_stay(rank: int, processes: int, port: int) -> list[int]:
         if step == 2:
             if rank == 1:
                 break
-            assert ep.mask([1]).call == 5  # the call of recv above, and four
+            assert ep.mask([1]).call == 7  # the pair and the call of recv above, and four
         recv = dispatch()
         y.copy_(recv.tokens)
         there = (d.topk_ids >= 0) & ~ep.absent_experts[d.topk_ids.clamp(min=0).long()]
@@ -227,6 +230,11 @@ def bound_calls_stay(rank: int, processes: int, port: int) -> list[int]:
         torch.testing.assert_close(out, d.x * there.sum(1, keepdim=True), rtol=0, atol=0)
         sums.append(int(recv.masked))
     assert ep._session.transport.ranks[0].table.tolist() == table  # type: ignore[attr-defined]
+    if rank != 1:
+        check_left(ep, rank)
+        check_left(ep, rank)
+        with pytest.raises(moelink.ForeignHandleError):
+            ep.combine(before.tokens, before)
     ep.close()
     return sums
 

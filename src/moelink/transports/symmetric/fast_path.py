@@ -173,6 +173,7 @@ class SymmetricFastPath:
 
     def __init__(self, session: Session, transport: Transport, rank: Rank) -> None:
         self._session, self._transport, self._rank = session, transport, rank
+        self._owner = session.identity
         self._most_id = session.configs[0].num_experts - 1
         self._on_cpu = rank.device.type == "cpu"
         self._device = -1 if self._on_cpu else rank.device.index
@@ -216,7 +217,8 @@ class SymmetricFastPath:
             return None
         fields = recv.__dict__
         received: Received | None = fields.get("_source")
-        if received is None or received.again is not None:
+        # Plans outlive a change of membership, outputs do not.
+        if received is None or received.again is not None or received.owner != self._owner:
             return None
         ids, weights = received.ids, received.weights
         prepared = self._prepared.get(_kind_of_combine(y, received))
@@ -286,7 +288,7 @@ class SymmetricFastPath:
             self._prepared[key] = self._prepare_combine(received.plan, call)
 
     def _prepare_dispatch(self, request: DispatchRequest, given: list[Tensor]) -> Any:
-        rank, plan, owner = self._rank, Dispatch.plan_of(self._rank, request), self._session.identity
+        rank, plan, owner = self._rank, Dispatch.plan_of(self._rank, request), self._owner
         if plan.layout is not None:
             return None
         if self._on_cpu:
