@@ -208,7 +208,7 @@ def death_in_admit(rank: int, processes: int, port: int, transport: str) -> tupl
 def bound_calls_stay(rank: int, processes: int, port: int) -> list[int]:
     """Calls that were bound before a mask go on after it, at the same addresses, as a captured graph would. An output
     of before is refused, also when eager calls of its kind have been made since."""
-    ep, _ = opened(rank, 3, port, transport="symmetric")
+    ep, store = opened(rank, 3, port, transport="symmetric")
     d = data(rank)
     before = ep.dispatch(d.x, d.topk_ids)
     ep.combine(before.tokens, before)
@@ -220,6 +220,7 @@ def bound_calls_stay(rank: int, processes: int, port: int) -> list[int]:
     sums = []
     for step in range(4):
         if step == 2:
+            gathered(store, "about to mask", range(3), rank)
             if rank == 1:
                 break
             assert ep.mask([1]).call == 7  # the pair and the call of recv above, and four
