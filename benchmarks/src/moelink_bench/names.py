@@ -36,5 +36,6 @@ SCRIPTS: Mapping[str, str] = MappingProxyType({
     "router": "Time a router's choice of experts, and the router as a whole.",
     "serve": "Serve a tiny model with vLLM on two CPU ranks over moelink, and compare it with one process.",
     "sweep": "Time launch settings of the symmetric kernels, or pairs of calls; by torchrun.",
+    "whole": "Test and measure a machine of several GPUs in one call, one result a step.",
 })  # fmt: skip
 """Name and purpose of each script; the name is that of its module."""

@@ -1,0 +1,179 @@
+"""Test and measure a machine in one call of a given time, one result a step, so that nothing is lost when time ends.
+
+Steps run one after the other, each in processes of its own, which are ended at the step's limit. Results are compared
+with the oracle first. A step that measures writes the file of its benchmark. After each step ``whole.json`` is written
+anew, with the exit status and the last line of every step so far, and of those that did not begin.
+
+On two GPUs and more: the tests of all transports; the presets decode, prefill, layouts, sms (4096 tokens at 24 and 16
+SMs), skew, and layer for each of its models, with the libraries that load; two levels, where the GPUs are played as two
+nodes; 20,000 calls; and, on four or more, all GPU tests. Without a GPU: the presets that run on CPUs.
+
+    python -m moelink_bench.whole --seconds 540 --folder results
+    python -m moelink_bench.whole --steps results layer-qwen3-30b-a3b --seconds 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from moelink.errors import ArgumentError
+from moelink_bench.names import CaseName
+from moelink_bench.script import Save, Script, positive
+
+_ENOUGH = 0.5
+"""Share of a step's limit that must be left for it to begin: limits have room for a slow compiler."""
+TOKENS = (1, 8, 32, 128, 512, 4096)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A process that tests or measures.
+
+    Attributes:
+        name: also of its file.
+        arguments: of the interpreter. A benchmark's end with ``--out``, to which the file is added.
+        seconds: after which it is ended.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a step went.
+
+    Attributes:
+        status: the exit status, or "ended" at the limit, or "not begun".
+        seconds: that it took.
+        last: the last line that it wrote.
+    """
+
+    name: str
+    status: int | str
+    seconds: float = 0.0
+    last: str = ""
+
+
+def steps_on(gpus: int) -> list[Step]:
+    """Return the steps of a machine with so many GPUs, in their order."""
+    if gpus < 2:
+        names = ("roles",) if gpus else ("smoke", "layer-smoke", "roles-smoke")
+        return [_preset(name, 1 if gpus else 2, 150) for name in names]
+    return [
+        _tests("results", 110, "processes", "matrix", "-k", "not many_calls"),
+        _preset("decode", gpus, 80),
+        _preset("prefill", gpus, 80),
+        _preset("sms", gpus, 60, "--tokens", "4096", "--num-sms", "24", "--num-sms", "16"),
+        *[_layer(name, gpus) for name in get_args(CaseName) if name != "tiny"],
+        _preset("layouts", gpus, 60),
+        _preset("skew", gpus, 60, "--tokens", "4096"),
+        _tests("levels", 100, "nodes_levels"),
+        _tests("calls", 100, "processes", "-k", "many_calls"),
+        *[_tests("tests", 300, "faults", "symmetric", "moe", "zero_copy", "device_memory")] * (gpus >= 4),
+    ]
+
+
+def _preset(name: str, ranks: int, seconds: float, *options: str) -> Step:
+    command = ("-m", "moelink_bench", "--preset", name, "--ranks", str(ranks), *options)
+    return Step(name, (*command, "--timeout", str(seconds), "--out"), seconds)
+
+
+def _layer(case: str, ranks: int) -> Step:
+    tokens = [word for count in TOKENS for word in ("--tokens", str(count))]
+    step = _preset("layer", ranks, 100, "--case", case, "--samples", "9", *tokens)
+    return Step(f"layer-{case}", step.arguments, step.seconds)
+
+
+def _tests(name: str, seconds: float, *words: str) -> Step:
+    options = words.index("-k") if "-k" in words else len(words)
+    files = [f"tests/gpu/test_{word}_gpu.py" for word in words[:options]]
+    return Step(name, ("-m", "pytest", "--full", "-q", "-m", "gpu", *files, *words[options:]), seconds)
+
+
+def perform(step: Step, folder: Path, seconds: float) -> Done:
+    """Run a step for at most ``seconds``, and end all its processes. What it writes goes to a file of its name."""
+    out = (str(folder / f"{step.name}.json"),) if step.arguments[-1] == "--out" else ()
+    log, begin = folder / f"{step.name}.log", time.monotonic()
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            (sys.executable, *step.arguments, *out), stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        status: int | str = "ended"
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(seconds)
+        finally:
+            _end(process)
+    lines = log.read_text(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return Done(step.name, status, round(time.monotonic() - begin, 1), last)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the session of ``process``: ranks are its children."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def perform_all(steps: Sequence[Step], folder: Path, seconds: float, note: Any) -> list[Done]:
+    """Run the steps within ``seconds``. ``note`` is called with all of them after each."""
+    end, done = time.monotonic() + seconds, [Done(step.name, "not begun") for step in steps]
+    for place, step in enumerate(steps):
+        left = end - time.monotonic()
+        if left < _ENOUGH * step.seconds:
+            continue  # a shorter one may still fit
+        done[place] = perform(step, folder, min(left, step.seconds))
+        print(
+            f"{step.name:24}{done[place].status!s:>10}{done[place].seconds:8.1f} s  {done[place].last[:90]}", flush=True
+        )
+        note(done)
+    return done
+
+
+def run(args: argparse.Namespace, save: Save) -> int:
+    """Run the steps; the status is 1 if one failed or did not begin."""
+    gpus = min(args.ranks or torch.cuda.device_count(), torch.cuda.device_count())
+    known = {step.name: step for step in steps_on(gpus)}
+    for name in args.steps or ():
+        if name not in known:
+            raise ArgumentError("steps", f"some of {', '.join(known)}", name)
+    args.folder.mkdir(parents=True, exist_ok=True)
+
+    def note(done: Sequence[Done]) -> None:
+        save("whole", {"gpus": gpus, "steps": [asdict(one) for one in done]})
+
+    args.out = args.out or args.folder / "whole.json"
+    done = perform_all([known[name] for name in args.steps or known], args.folder.resolve(), args.seconds, note)
+    note(done)
+    missed = [one.name for one in done if one.status == "not begun"]
+    if missed:
+        print(f"not begun: {', '.join(missed)}")
+    return int(any(one.status != 0 for one in done))
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=positive, default=540, help="for all steps; default: 540")
+    parser.add_argument("--folder", type=Path, default=Path("results"), help="of all files; default: results")
+    parser.add_argument("--steps", nargs="+", metavar="NAME", help="only these, in this order")
+    parser.add_argument("--ranks", type=positive, help="GPUs that take part; default: all")
+
+
+main = Script("whole", __doc__, _options, run).main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
