@@ -20,7 +20,7 @@
     +-- RoutingError           (RuntimeError)  ids outside [-1, num_experts) were met on a device
     +-- PeerError              (RuntimeError)  another rank is the cause
         +-- PeerAbortedError                   a peer refused its arguments; this communicator stays usable
-        +-- ProtocolError                      peers are not making the same call; usable, unless data is malformed
+        +-- ProtocolError                      peers are not making the same call, or data is malformed; it has ended
         +-- PeerTimeoutError                   a peer did not arrive in time; the communicator is poisoned
             +-- PeerLeftError                  ... because an exception ended its part
             +-- PeerLostError                  ... because its process is gone
@@ -203,7 +203,12 @@ class RoutingError(MoelinkError, RuntimeError):
 
 
 class PeerError(MoelinkError, RuntimeError):
-    """Another rank is the cause. ``rank`` is the rank that raises, ``peer`` the rank at fault."""
+    """Another rank is the cause. ``rank`` is the rank that raises, ``peer`` the rank at fault.
+
+    ``ends_communicator`` says whether all later calls of the communicator raise this error.
+    """
+
+    ends_communicator = False
 
     def __init__(self, message: str, *, rank: int, peer: int, phase: str, call: int) -> None:
         super().__init__(message)
@@ -231,10 +236,21 @@ class PeerAbortedError(PeerError):
 class ProtocolError(PeerError):
     """Peers do not make the same call (a skipped call, another phase, other options), or sent malformed data.
 
-    Where calls differ, no data moved and the communicator stays usable: the next call works if all ranks make it.
-    Recover: make every rank issue the same sequence of calls. Malformed data ends it: on the collective transport later
-    calls raise the same error, on the symmetric one each ``check()`` does. Recover: ``close()`` and ``init`` again.
+    If calls differ, they are *mismatched*: every rank raises this error. It names ``peer``, the first rank that differs
+    from most ranks, and both values, unless later calls have overwritten them; ``mismatch`` holds them
+    (``control.mismatch.Mismatch``), None for malformed data. A mismatch ends the communicator: every later call on
+    every rank raises it again. Recover: make every rank issue the same sequence of calls, and ``recover`` with all
+    ranks, or ``close()`` and ``init`` again.
+
+    Malformed data ends it: on the collective transport later calls raise the same error, on the symmetric one each
+    ``check()`` does. Recover: ``close()`` and ``init`` again.
     """
+
+    def __init__(
+        self, message: str, *, rank: int, peer: int, phase: str, call: int, mismatch: object | None = None
+    ) -> None:
+        super().__init__(message, rank=rank, peer=peer, phase=phase, call=call)
+        self.mismatch, self.ends_communicator = mismatch, mismatch is not None
 
 
 class PeerTimeoutError(PeerError):
@@ -245,6 +261,8 @@ class PeerTimeoutError(PeerError):
     ranks_per_node`` and those that follow), None where there is one node or it is not known. Recover: ``close()`` and
     ``init`` again, or ``recover(ranks)`` over the survivors.
     """
+
+    ends_communicator = True
 
     def __init__(
         self, *, rank: int, peer: int, phase: str, call: int, expected: int, got: int | None, detail: str = "",

@@ -21,6 +21,7 @@ from moelink.errors import (
     ArgumentError,
     ConfigMismatchError,
     MembershipError,
+    PeerError,
     PeerTimeoutError,
     PendingError,
     StateError,
@@ -369,7 +370,7 @@ def require_no_pending(ep: Lifetime) -> None:
                 )
 
 
-def end_outside_calls(ep: Lifetime, cause: PeerTimeoutError | None) -> PeerTimeoutError:
+def end_outside_calls(ep: Lifetime, cause: PeerTimeoutError | None) -> PeerError:
     """End ``ep`` and tell its peers, because a collective change outside its calls has failed. Returns the error that
     all its later calls raise: one about the rank that ``cause`` names, or about this one, which was interrupted."""
     return ep._session.end(cause)

@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from moelink.control.failure_detector import FailureDetector
-from moelink.control.probe import INTERRUPTED, LEFT, UNDELIVERED, Failure
-from moelink.errors import CapacityError, MoelinkError, PeerAbortedError, PeerTimeoutError, ProtocolError, RoutingError
+from moelink.control.mismatch import Mismatch
+from moelink.control.probe import INTERRUPTED, LEFT, MISMATCHED, UNDELIVERED, Failure
+from moelink.errors import CapacityError, MoelinkError, PeerAbortedError, PeerError, ProtocolError, RoutingError
 from moelink.memory.protocol import (
     ABORT_RECORD,
     CALL_SHIFT,
@@ -25,7 +26,16 @@ from moelink.memory.protocol import (
     PHASES,
 )
 
-_DIFFERENCES = {CODE_OPTIONS: "with other options", CODE_ROUTING: "over the routing of another call"}
+_FIELDS = {CODE_OPTIONS: "options", CODE_ROUTING: "origin"}
+"""What ranks differ in, by the code of a mismatch."""
+
+
+class Choices(Protocol):
+    """Reads what ranks chose in a call (:func:`moelink.memory.choices.choices_in`)."""
+
+    def __call__(self, *, phase: int, call: int, origin: bool) -> Mapping[int, int]:
+        """Return by rank the options of a call of ``phase``, or with ``origin`` the dispatch that it is over; empty if
+        they are not known."""
 
 
 class ErrorRecord:
@@ -37,6 +47,7 @@ class ErrorRecord:
         rank: its number, which errors name.
         me, world_size: its place among the ranks that exchange, and their number.
         ranks_per_node: ranks of a node if there are several nodes; else None.
+        choices: reads the values of a mismatch, which the record does not hold; None: they are not known.
         taken: the sums of the results of :meth:`take_losses`.
     """
 
@@ -50,41 +61,52 @@ class ErrorRecord:
         world_size: int,
         detector: FailureDetector | None = None,
         ranks_per_node: int | None = None,
+        choices: Choices | None = None,
     ) -> None:
         """``detector`` knows the ranks that live; None: it is not asked."""
         self.words, self.control, self.rank, self.me, self.world_size = words, control, rank, me, world_size
         self._detector, self.ranks_per_node = detector, ranks_per_node
         self._array = memoryview(words.numpy())  # type: ignore[arg-type]
-        self._failure: PeerTimeoutError | None = None
+        self.choices = choices
+        self._failure: PeerError | None = None
         self.taken = 0, 0
 
     def error(self) -> MoelinkError | None:
-        """Return the error to raise, or None: the first expired wait, or (once) a peer's refusal. Waits for nothing."""
+        """Return the error to raise, or None: (once) a mismatch, the first failure that has poisoned this rank, or
+        (once) a peer's refusal. Waits for no rank.
+
+        A mismatch comes first: a peer that has read its own record poisons this rank because of it.
+        """
         if not (self._array[0] or self._array[ABORT_RECORD]):
             return None
         words = self.words.tolist()
-        if words[0]:
+        if words[0] and (self._failure is not None or words[ABORT_RECORD] not in _FIELDS):
             if self._failure is None:
                 self._failure = self._find_fault(words[1:7])
             return self._failure.with_traceback(None)
         self.words[ABORT_RECORD:] = 0
         return self._refusal(*words[ABORT_RECORD : ABORT_RECORD + 5])
 
-    def keep(self, error: PeerTimeoutError) -> None:
+    @property
+    def has_mismatch(self) -> bool:
+        """Whether :meth:`error` would return a mismatch that this rank's kernels have noted."""
+        return self._failure is None and self._array[ABORT_RECORD] in _FIELDS
+
+    def keep(self, error: PeerError) -> None:
         """Raise ``error`` for the kernels' record, unless it has an error already."""
         self._failure = self._failure or error
 
-    def _find_fault(self, words: list[int]) -> PeerTimeoutError:
-        """Return the error of an expired wait. A peer may have written its words, so none of them is trusted."""
+    def _find_fault(self, words: list[int]) -> PeerError:
+        """Return the error of a failure. A peer may have written its words, so none of them is trusted."""
         told_by, peer, phase, call, expected, got = words
         ranks = range(self.world_size)
-        got = got if got in (LEFT, INTERRUPTED, UNDELIVERED) else max(got, 0)
+        got = got if got in (LEFT, INTERRUPTED, UNDELIVERED, MISMATCHED) else max(got, 0)
         suspicion = Failure(
             peer if peer in ranks else told_by if told_by in ranks else self.me,
             PHASES[phase % len(PHASES)], max(call, 0), max(expected, 0), got,
         )  # fmt: skip
         detail = "" if told_by == self.rank else f"reported by rank {told_by}"
-        if self._detector is not None:
+        if self._detector is not None and got != MISMATCHED:  # of which the words say all
             suspicion = self._detector.confirm(suspicion)
             if suspicion.peer == self.rank:
                 detail = "this rank itself: it came late, or makes another call than its peers"
@@ -92,13 +114,13 @@ class ErrorRecord:
                     detail += ", or the network has lost what it waits for"
         return self.of(suspicion, detail)
 
-    def of(self, failure: Failure, detail: str = "") -> PeerTimeoutError:
+    def of(self, failure: Failure, detail: str = "") -> PeerError:
         """Return the error that this rank raises for ``failure``."""
         error = failure.error(self.rank, detail, ranks_per_node=self.ranks_per_node)
         return error if self._detector is None else self._detector.about(error)
 
     @property
-    def reported(self) -> PeerTimeoutError | None:
+    def reported(self) -> PeerError | None:
         """The error of a failure that a peer has reported, of which this rank's kernels may not know; or None."""
         failure = None if self._detector is None else self._detector.reported
         if failure is None:
@@ -108,16 +130,13 @@ class ErrorRecord:
 
     def _refusal(self, code: int, _me: int, peer: int, phase: int, call: int) -> PeerAbortedError | ProtocolError:
         """Return the error about a peer that refused a call, or is mismatched in it."""
-        if code not in _DIFFERENCES:
+        field = _FIELDS.get(code)
+        if field is None:
             return PeerAbortedError(rank=self.rank, peer=peer, phase=PHASES[phase], call=call)
+        values = {} if self.choices is None else self.choices(phase=phase, call=call, origin=field == "origin")
         # Kernels name a rank out of range if no rank sent the rows that this one's receiving half expects.
-        peer = peer if peer in range(self.world_size) else self.rank
-        return ProtocolError(
-            f"rank {self.rank}: rank {peer} calls {PHASES[phase]} (call {call}) {_DIFFERENCES[code]} than most ranks: "
-            "expected the same weights, routing, reduce and weigh on all ranks, got different ones; pass the same on "
-            "every rank",
-            rank=self.rank, peer=peer, phase=PHASES[phase], call=call,
-        )  # fmt: skip
+        named = Mismatch(peer if peer in range(self.world_size) else self.rank, field)
+        return (Mismatch.of(field, values) or named).error(rank=self.rank, phase=PHASES[phase], call=call)
 
     def malformed(self) -> ProtocolError | None:
         """Return the error about a count, an id or a position out of range that a peer sent, or None. Synchronises."""

@@ -19,7 +19,7 @@ from moelink.control.probe import (
     furthest_behind,
     probe_all,
 )
-from moelink.errors import PeerTimeoutError, RankMaskedError
+from moelink.errors import PeerError, PeerTimeoutError, RankMaskedError
 
 _REPORT_SECONDS = 0.3
 _PAUSE_SECONDS = 0.005
@@ -65,7 +65,7 @@ class FailureDetector:
         """Count a call of this rank, so that probes see its progress. Returns the call's number, from 1."""
         return self.probe_server.enter(phase)
 
-    def about(self, error: PeerTimeoutError) -> PeerTimeoutError:
+    def about(self, error: PeerError) -> PeerError:
         """Return ``error``, or if peers have masked this rank, the error that says so."""
         told = self.probe_server.masked
         if told is None:

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 from moelink import env
 from moelink.control import responder
+from moelink.control.mismatch import Mismatch
 from moelink.control.responder import (
     ASK,
     FAILURE,
@@ -45,9 +46,11 @@ from moelink.control.responder import (
 from moelink.control.stores import listen
 from moelink.errors import (
     ConfigError,
+    PeerError,
     PeerLeftError,
     PeerLostError,
     PeerTimeoutError,
+    ProtocolError,
     UndeliveredError,
     UnsupportedError,
 )
@@ -70,6 +73,10 @@ MASKED = responder.MASKED
 
 UNDELIVERED = -5
 """In place of a call number: the rank is in the call, but its data did not arrive over the network."""
+
+MISMATCHED = responder.MISMATCHED
+"""In place of a call number: the rank made a mismatched call, whose field and values ``expected`` holds
+(:attr:`~moelink.control.mismatch.Mismatch.packed`)."""
 
 GONE_IN_WORDS = "its process is gone: nothing listens at the address of its probe server"
 
@@ -108,7 +115,7 @@ class Failure:
     """The first error of a communicator, as ranks report it to peers.
 
     ``peer`` is the rank at fault (-1: not known), ``expected`` the call that it had to reach, ``got`` its own call, or
-    NO_ANSWER, GONE, LEFT, INTERRUPTED or UNDELIVERED.
+    NO_ANSWER, GONE, LEFT, INTERRUPTED, UNDELIVERED or MISMATCHED.
     """
 
     peer: int
@@ -118,8 +125,13 @@ class Failure:
     got: int
 
     @classmethod
-    def of(cls, error: PeerTimeoutError) -> Failure:
-        """Return the failure of ``error``."""
+    def of(cls, error: PeerError) -> Failure:
+        """Return the failure of ``error``, which ends a communicator."""
+        if isinstance(error, ProtocolError):
+            mismatch = error.mismatch
+            assert isinstance(mismatch, Mismatch)
+            return cls(mismatch.peer, error.phase, error.call, expected=mismatch.packed, got=MISMATCHED)
+        assert isinstance(error, PeerTimeoutError)
         got = NO_ANSWER if error.got is None else error.got
         if isinstance(error, PeerLeftError):
             got = INTERRUPTED if error.interrupted else LEFT
@@ -129,11 +141,13 @@ class Failure:
             got = UNDELIVERED
         return cls(error.peer, error.phase, error.call, expected=error.expected, got=got)
 
-    def error(self, rank: int, detail: str = "", *, ranks_per_node: int | None = None) -> PeerTimeoutError:
+    def error(self, rank: int, detail: str = "", *, ranks_per_node: int | None = None) -> PeerError:
         """Return the exception that ``rank`` raises for this failure.
 
         ``ranks_per_node``: ranks of a node, by which the exception names the node of the peer; None on one node.
         """
+        if self.got == MISMATCHED:
+            return Mismatch.unpacked(self.peer, self.expected).error(rank=rank, phase=self.phase, call=self.call)
         node = None if ranks_per_node is None else self.peer // ranks_per_node
         where: dict[str, Any] = {"rank": rank, "peer": self.peer, "phase": self.phase, "call": self.call, "node": node}
         if self.got in (LEFT, INTERRUPTED):

@@ -52,7 +52,9 @@ PROOF_BYTES = 8
 _PROGRESS, _SLOT, _FAILED, _FAILURE, _TOKEN, _SIZES, _WORLD_SIZE, _MASKED, _WORDS = 0, 1, 2, 3, 8, 10, 12, 13, 16
 MASKED = -6
 """In place of a call number in a report: the rank that ``expected`` names has masked this rank."""
-_LARGEST_WORLD, _LEAST_GOT = 1 << 20, -5
+MISMATCHED = -7
+"""In place of a call number: the rank made a mismatched call, and ``expected`` holds both values."""
+_LARGEST_WORLD, _LEAST_GOT = 1 << 20, MISMATCHED
 _IDLE_SECONDS = 2.0
 _LOOK_AGAIN_SECONDS = 0.03
 _MOST_CONNECTIONS = 4096
@@ -131,8 +133,8 @@ class Blackboard:
         """Keep ``failure`` if it is the first, and plausible."""
         peer, phase, call, expected, got = failure
         known = -1 <= peer < (self.world_size or _LARGEST_WORLD) and 0 <= phase < NUM_PHASES
-        if got == MASKED and known and call >= 0 and 0 <= expected < _LARGEST_WORLD:
-            if not self.words[_MASKED]:
+        if got == MASKED:
+            if not self.words[_MASKED] and known and call >= 0 and 0 <= expected < _LARGEST_WORLD:
                 self.words[_MASKED + 1] = call
                 self.words[_MASKED] = expected + 1
             return

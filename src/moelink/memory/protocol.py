@@ -57,6 +57,13 @@ STATUS_OK, STATUS_ABORT = 0, 1
 OPTIONS_BY_ROW, OPTIONS_SUMS, OPTIONS_WEIGHED_SUMS = 1, 2, 3
 """The result of a combine: every row, sums of rows, or sums of rows that the expert's rank has multiplied by router
 weights. Stored in combine_status beside the refusal and the rest of ``kernels.sync.quiesce.beside_status``."""
+OPTIONS_BY_ROW_SUMMED = 4
+"""Every row, which the home rank sums. Headers of the collective transport alone tell it from every row."""
+
+
+def dispatch_options(weights: bool, cached: bool) -> int:
+    """Return the options of a dispatch, with router ``weights``, over an earlier, ``cached`` routing."""
+    return 1 + int(weights) + 2 * int(cached)
 
 
 def combine_options(sums: bool, weighed: bool) -> int:

@@ -28,7 +28,7 @@ from moelink.communicator import Communicator
 from moelink.control.exchange import Peers, all_to_all
 from moelink.control.handshake import compare
 from moelink.control.values import gather_values
-from moelink.errors import ArgumentError, PeerAbortedError, PeerTimeoutError
+from moelink.errors import ArgumentError, PeerAbortedError, PeerError, PeerTimeoutError
 from moelink.lifetime import end_outside_calls, require_running
 from moelink.routing import ExpertMap
 
@@ -192,7 +192,7 @@ class Steps(ABC, Generic[M]):
                     problem = PeerAbortedError(rank=self._rank, peer=rank, phase=self._what, call=0)
         return result, problem
 
-    def _end(self, error: BaseException) -> PeerTimeoutError | None:
+    def _end(self, error: BaseException) -> PeerError | None:
         """End the communicators, because ranks may differ from now on; return the error about a peer, if ``error`` is
         one."""
         cause = error if isinstance(error, PeerTimeoutError) else None

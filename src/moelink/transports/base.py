@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.control.probe import Failure
-from moelink.errors import PeerTimeoutError
+from moelink.errors import PeerError
 from moelink.hooks import Hook
 from moelink.output import DispatchOutput
 from moelink.transports.counters import Counters
@@ -242,13 +242,16 @@ class Transport(Protocol):
 
         ``over``: the earlier output of this communicator that the call was to go over, where that much is known. Over
         one of a call that brought nothing there is no call.
+
+        Raises ProtocolError if an earlier call was mismatched, whose error has not been raised: then there is no call.
         """
 
-    def abandon(self, failure: Failure) -> PeerTimeoutError:
+    def abandon(self, failure: Failure) -> PeerError:
         """Poison this rank and its peers at once, and return the error that its later calls raise.
 
-        ``failure`` names this rank after an exception that left a call half done or the ``with`` block, or the rank
-        that another transport of the same communicator has found at fault. The first report of a peer counts.
+        ``failure`` names this rank after an exception that left a call half done or the ``with`` block, the rank that
+        another transport of the same communicator has found at fault, or that of a mismatched call. The first report
+        of a peer counts.
         """
 
     def warmup(self, num_sms: Sequence[int] = ()) -> None:

@@ -14,6 +14,9 @@ complete     the call is over, was refused, or goes on by itself, as an asynchro
              transport: nothing is told, and the next call is in step.
 ===========  ===========================================================================================================
 
+An error with ``ends_communicator`` is that of all later calls: of an expired wait, or of a mismatched call. The
+transport has told the peers of the former; of a mismatch (:mod:`moelink.control.mismatch`) the session tells them.
+
 ``complete`` is cleared first and set as soon as a state says so, on this thread alone. So an exception at any line
 finds the part that the call is in, or an earlier one of the same meaning. The time before the clearing is between two
 calls. Peers cannot overtake: a refused call takes part in its exchange as any other, and a poisoned rank makes no
@@ -41,6 +44,7 @@ from moelink.errors import (
     PeerError,
     PeerLostError,
     PeerTimeoutError,
+    ProtocolError,
 )
 from moelink.output import DispatchOutput
 from moelink.transports.base import Pending, Phase, Traffic, Transport
@@ -59,13 +63,13 @@ class Fate:
     over.
 
     Attributes:
-        error: the first PeerTimeoutError that a call of any of them met; all later calls raise it.
+        error: the first error with ``ends_communicator`` that a call of any of them met; all later calls raise it.
         sessions: those of them that are open; a closed one is freed when nobody else refers to it.
         failures: of their calls.
     """
 
     def __init__(self) -> None:
-        self.error: PeerTimeoutError | None = None
+        self.error: PeerError | None = None
         self.sessions: list[Endings] = []
         self.failures = Failures()
 
@@ -83,8 +87,8 @@ class Endings:
         complete: whether the present call needs nothing told any more (see the module's docstring).
         closed: whether calls are no longer possible.
         masked: ranks that calls go on without, ascending.
-        after_end: called once a call has met an error that ends the communicator; it may raise another one in its
-            place, and let the communicator go on.
+        after_end: called once a call has met a PeerTimeoutError; it may raise another one in its place, and let the
+            communicator go on.
         reading: held by a thread that reads the transport's counters, which is not released meanwhile.
     """
 
@@ -131,30 +135,40 @@ class Endings:
         # A call that goes on is also partly sent if the caller has no object left by which to wait for it.
         partly_sent = self.transport.partly_sent or (waiting is not None and not waiting.over)
         self.transport.partly_sent, self.complete, self._waiting = False, True, None
-        if isinstance(error, PeerTimeoutError):
-            self._end(error)
-            self.after_end(error)
+        if isinstance(error, PeerError) and error.ends_communicator:
+            self._meet(error)
         elif partly_sent and not isinstance(error, PeerError):
             self._end(self.transport.abandon(self._own_failure(phase, INTERRUPTED)))
         elif not complete:
             self._refuse(phase, over())
             self.transport.partly_sent = False
 
-    def _end(self, error: PeerTimeoutError) -> None:
-        """Make all later calls raise ``error``, with those of the other sessions, and tell their peers."""
+    def _meet(self, error: PeerError) -> None:
+        """End the communicator with ``error``, unless ``after_end`` lets it go on. A mismatch is no rank's end, so it
+        masks none."""
+        self._end(error)
+        if isinstance(error, PeerTimeoutError):
+            self.after_end(error)
+
+    def _end(self, error: PeerError) -> None:
+        """Make all later calls raise ``error``, with those of the other sessions, and tell their peers.
+
+        A transport has told its peers of its own PeerTimeoutError, and leaves a mismatch to its session.
+        """
         if self.fate.error is not None:
             return
         self.fate.error = error
         self.fate.failures.add(error.phase, error)
+        has_told = isinstance(error, PeerTimeoutError)
         for session in tuple(self.fate.sessions):
-            if session is not self and not session.closed:
+            if not session.closed and not (session is self and has_told):
                 session.transport.abandon(Failure.of(error))
 
     def _own_failure(self, phase: Phase, how: int) -> Failure:
         call = 0 if self.detector is None else self.detector.probe_server.call
         return Failure(self.configs[0].rank, phase, call, expected=call, got=how)
 
-    def end(self, cause: PeerTimeoutError | None) -> PeerTimeoutError:
+    def end(self, cause: PeerTimeoutError | None) -> PeerError:
         """End the communicator for a failure outside of its calls, and tell the peers; return the error that it raises
         now.
 
@@ -179,7 +193,10 @@ class Endings:
 
     def _refuse(self, phase: Phase, over: object) -> None:
         mine = isinstance(over, DispatchOutput) and over.handle.owner == self.identity
-        self.transport.refuse(phase, over=over if mine else None)  # type: ignore[arg-type]
+        try:
+            self.transport.refuse(phase, over=over if mine else None)  # type: ignore[arg-type]
+        except ProtocolError as error:
+            self._end(error)
 
     def failure_after(self, error: BaseException) -> BaseException:
         """Return the error that later waits of a call raise after ``error``: the one that has ended the communicator,

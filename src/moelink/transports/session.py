@@ -12,7 +12,7 @@ from moelink.config import EPConfig
 from moelink.errors import (
     ClosedError,
     MoelinkError,
-    PeerTimeoutError,
+    PeerError,
     PendingError,
 )
 from moelink.transports.base import CallRequest, DispatchRequest, FastPath, Finished, Pending, Phase
@@ -132,11 +132,10 @@ class Session(Endings):
             )
         try:
             started.operation.wait()
-        except PeerTimeoutError:
-            self.complete = True
-            raise
-        except Exception:  # noqa: BLE001, S110 - with its result the caller dropped its error
-            pass
+        except Exception as error:  # noqa: BLE001 - with its result the caller dropped its error
+            if isinstance(error, PeerError) and error.ends_communicator:
+                self.complete = True
+                raise
         self.forget(phase, started.operation)
 
     def _started(self, phase: Phase, operation: Pending[T], given: object) -> PendingOperation[T]:
@@ -155,14 +154,13 @@ class Session(Endings):
         """Synchronise and raise the first error."""
         self.require_open("check")
         self.raise_fate()
-        for phase in tuple(self._pending):
-            if self._pending[phase].holder() is None:
-                self._finish_dropped(phase)
         try:
+            for phase in tuple(self._pending):
+                if self._pending[phase].holder() is None:
+                    self._finish_dropped(phase)
             self.transport.check()
         except MoelinkError as error:
             self.fate.failures.add("check", error)
-            if isinstance(error, PeerTimeoutError):
-                self._end(error)
-                self.after_end(error)
+            if isinstance(error, PeerError) and error.ends_communicator:
+                self._meet(error)
             raise

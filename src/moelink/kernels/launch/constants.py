@@ -23,7 +23,7 @@ from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.device import clock_of, has_dependent_launches, has_native_casts, sm_limit_of, threads_of
 from moelink.kernels.launch.grid import relaying_ctas
 from moelink.kernels.nodes.relay_constants import RelayConstants, relay_constants
-from moelink.memory.protocol import COUNT_HEADER, MAX_SENDERS, combine_options
+from moelink.memory.protocol import COUNT_HEADER, MAX_SENDERS, combine_options, dispatch_options
 from moelink.memory.workspace import Workspace
 from moelink.tuning import COUNTED_ALONE, FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MANY_TOKENS, MESSAGES_IN_PLACE
 
@@ -314,7 +314,7 @@ def dispatch_spec(
         ROW_ALIGNMENT=cfg.row_alignment, MASKED=cfg.layout == "masked", IN_PLACE=cfg.zero_copy, HAS_WEIGHTS=weights,
         GLOBAL_IDS=cfg.global_ids, CACHED_ROUTING=cached,
         TELLS_IDS=not cached or cfg.layout == "rank", TELLS_POSITIONS=workspace.senders_count_pairs and not cached,
-        OPTIONS=1 + int(weights) + 2 * int(cached),
+        OPTIONS=dispatch_options(weights, cached),
         WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         ROWS_PER_MESSAGE_POW2=power(rows), TOKENS_PER_BATCH=batch, MAX_TOKENS_ALONE=alone, MAX_SENDERS=MAX_SENDERS,
         SENDERS_PER_STEP=min(MAX_SENDERS, power(max(1, (8192 if workspace.senders_count_pairs else 4096) //

@@ -13,6 +13,7 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.hooks import Hook, evaluate_weights
 from moelink.memory.layout import ALIGNMENT, as_bytes
+from moelink.memory.protocol import OPTIONS_BY_ROW, OPTIONS_BY_ROW_SUMMED, combine_options
 from moelink.routing import RowPlan
 from moelink.transports.base import CombineRequest
 from moelink.transports.collective.outputs import Scratch
@@ -49,7 +50,7 @@ def _sum_of_ranks(config: EPConfig, request: CombineRequest, plan: CollectivePla
         _partial_sums(config, request, plan, sums)
         return total.index_add_(0, tokens, sums)
     counts = torch.bincount(sources, minlength=config.world_size).tolist()
-    options = f"combine pre_reduced weighed={plan.rows is not None and request.row_weights is not None}"
+    options = combine_options(True, plan.rows is not None and request.row_weights is not None)
     yield Announce(options, counts, limit=num_tokens, row_bytes=config.home_message_bytes, origin=plan.call)
     home = _HomeRows(config, scratch, messages, y.device, sums=True)
     _partial_sums(config, request, plan, home.rows)
@@ -100,7 +101,7 @@ def _slots(
         sources = plan.messages.sources[message]
         by_source = sources.argsort(stable=True)
         counts = torch.bincount(sources, minlength=config.world_size).tolist()
-        options, limit = f"combine slots reduce={request.reduce}", num_tokens * config.topk
+        options, limit = OPTIONS_BY_ROW_SUMMED if request.reduce else OPTIONS_BY_ROW, num_tokens * config.topk
         yield Announce(options, counts, limit=limit, row_bytes=config.home_message_bytes, origin=plan.call)
         home = _HomeRows(config, scratch, routed, y.device)
         torch.index_select(y, 0, row[by_source], out=home.rows)

@@ -11,6 +11,7 @@ from moelink.config import EPConfig
 from moelink.formats import Quantized
 from moelink.hooks import evaluate_input_scale, evaluate_weights
 from moelink.memory.layout import DispatchMessage, as_bytes
+from moelink.memory.protocol import dispatch_options
 from moelink.output import DispatchHandle, DispatchOutput, version_at_dispatch
 from moelink.routing import ExpertMap, plan_sends
 from moelink.transports.base import DispatchRequest
@@ -55,9 +56,8 @@ def dispatch_steps(
             send_tokens, send_counts = sends.tokens, sends.counts.tolist()
         else:
             send_tokens, send_counts = cached.messages.send_tokens, cached.messages.send_counts
-        options = f"dispatch weights={message.weight_dtype} new_routing={message.with_ids}"
         number = yield Announce(
-            options,
+            dispatch_options(message.weight_dtype is not None, not message.with_ids),
             send_counts,
             limit=config.max_tokens_per_rank,
             row_bytes=message.nbytes,

@@ -3,13 +3,14 @@
 Protocol of one call (call numbers count dispatches and combines together, from 1):
 
 1. When a rank knows its row counts it sends every rank a header of fixed size over the gloo control group: magic, call
-   number, phase, status, configuration digest, options digest, the number of the earlier dispatch that the call is over
+   number, phase, status, configuration digest, options, the number of the earlier dispatch that the call is over
    (a combine, or a dispatch with ``routing``), the bytes of a row, and the number of rows that will follow. It prepares
    its rows while headers travel. A rank that refuses its arguments sends status REFUSED, so peers learn it in the same
    exchange.
 2. All headers are checked before any row moves. Headers differ between receivers only in the row count, so every rank
-   reaches the same verdict: all go on, or all raise and the next call starts clean. Gloo aborts a receiver that
-   expects fewer bytes than arrive, so only checked counts size a transfer.
+   reaches the same verdict: all go on; or all raise, because a rank refused the call, and the next call starts clean;
+   or the call is mismatched, and all raise that in every later call. Gloo aborts a receiver that expects fewer bytes
+   than arrive, so only checked counts size a transfer.
 3. Rows move in one all-to-all of uint8.
 
 One deadline covers the whole call, from the moment it was issued. When it passes, or a connection breaks, this rank
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
@@ -43,12 +44,13 @@ from torch import Tensor
 
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.group import World, release
+from moelink.control.mismatch import Mismatch
 from moelink.control.probe import Failure
 from moelink.control.process import await_release, start_daemon
-from moelink.errors import PeerAbortedError, PeerError, PeerTimeoutError, ProtocolError
+from moelink.errors import PeerAbortedError, PeerError, ProtocolError
 from moelink.transports.base import Phase
 from moelink.transports.collective.background import Background, BackgroundCall
-from moelink.transports.collective.wire import Announce, BadMessageError, Learn, Steps, Transfer, odd_rank
+from moelink.transports.collective.wire import CHOICES, Announce, BadMessageError, Learn, Steps, Transfer
 
 R = TypeVar("R")
 
@@ -59,13 +61,8 @@ _SLICE_SECONDS = 0.05
 _ROW_SLICE_SECONDS = 20e-6
 HEADER_FIELDS = ("magic", "call", "phase", "status", "config", "options", "origin", "row_bytes", "count")
 """int64 words of a header, in this order."""
-
-_CHOICES = {
-    "options": ("with other options", "weights, routing, reduce and weigh alike on all ranks", "other ones"),
-    "origin": ("over the routing of another call", "dispatch {} as on most ranks", "dispatch {}"),
-    "row_bytes": ("with other rows", "rows of {} bytes as on most ranks", "{}"),
-}
-"""What ranks that take part choose alike, and what a rank that does not is told: how it calls, expected and got."""
+_OF_EVERY_CALL = ("magic", "config", "call", "phase")
+"""Fields that agree even if a rank refuses the call; ``CHOICES`` are those of ranks that do not."""
 
 
 def digest(text: str) -> int:
@@ -151,7 +148,7 @@ class GroupWire:
         if self.shared:
             self._submit(phase, None)
 
-    def abandon(self, failure: Failure) -> PeerTimeoutError:
+    def abandon(self, failure: Failure) -> PeerError:
         """Report ``failure`` to the peers, which look at reports while they wait, and poison this rank."""
         error = self._named(self._detector.declare(failure) if self.shared else failure)
         self._poison(error)
@@ -227,7 +224,9 @@ class GroupWire:
             return result
         except BadMessageError as error:
             raise self._poison(error.protocol_error(rank=self._rank, phase=phase, call=call)) from error
-        except PeerError:
+        except PeerError as error:
+            if error.ends_communicator:  # calls behind this one are not made
+                self._poison(error)
             raise
         except BaseException:
             if not self._complete:
@@ -267,9 +266,11 @@ class GroupWire:
                 return [stop.value]
 
     def _tell_refusal(self, call: int, phase: Phase, deadline: float) -> None:
-        """Exchange headers with status REFUSED. Peers raise their own disagreements."""
-        with suppress(ProtocolError):
+        """Exchange headers with status REFUSED. If peers make another call, the next call here raises that."""
+        try:
             self._learn(self._announce(call, phase, None), deadline)
+        except ProtocolError as error:
+            self._poison(error)
         self._complete = True
 
     def _announce(self, call: int, phase: Phase, announce: Announce | None) -> _Headers:
@@ -277,7 +278,7 @@ class GroupWire:
         status = _REFUSED if announce is None else _OK
         chosen, counts = (0, 0, 0), [0] * self._world.world_size
         if announce is not None:
-            chosen = digest(announce.options), announce.origin, announce.row_bytes
+            chosen = announce.options, announce.origin, announce.row_bytes
             counts = self._of_members(announce.counts)
         mine = (_MAGIC, call, _PHASE_CODES[phase], status, self._identity, *chosen)
         headers = torch.tensor([(*mine, count) for count in counts], device="cpu")
@@ -308,35 +309,20 @@ class GroupWire:
 
     def _verdict(self, call: int, phase: Phase, headers: dict[int, dict[str, int]], *, refused: bool) -> None:
         """Compare all headers. Every rank sees the same ones, so all ranks raise together, or all go on."""
-        rank = self._rank
-        for name in ("magic", "config", "call", "phase"):
-            odd = odd_rank({peer: header[name] for peer, header in headers.items()})
-            if odd is not None:
-                peer, value, usual = odd
-                raise ProtocolError(
-                    f"rank {rank}: rank {peer} makes another call in {phase} (call {call}): expected {name} "
-                    f"{usual} as on most ranks, got {value}; issue the same calls on every rank",
-                    rank=rank,
-                    peer=peer,
-                    phase=phase,
-                    call=call,
-                )
+
+        def compare(fields: Sequence[str]) -> None:
+            for field in fields:
+                mismatch = Mismatch.of(field, {peer: header[field] for peer, header in headers.items()})
+                if mismatch is not None:
+                    raise mismatch.error(rank=self._rank, phase=phase, call=call)
+
+        compare(_OF_EVERY_CALL)
+        if refused:
+            return
         for peer, header in headers.items():
-            if header["status"] != _OK and not refused:
-                raise PeerAbortedError(rank=rank, peer=peer, phase=phase, call=call)
-        for name, (how, expected, got) in _CHOICES.items():
-            taking_part = {peer: header[name] for peer, header in headers.items() if header["status"] == _OK}
-            odd = None if refused else odd_rank(taking_part)
-            if odd is not None:
-                peer, value, usual = odd
-                raise ProtocolError(
-                    f"rank {rank}: rank {peer} calls {phase} (call {call}) {how} than most ranks: expected "
-                    f"{expected.format(usual)}, got {got.format(value)}; pass the same on every rank",
-                    rank=rank,
-                    peer=peer,
-                    phase=phase,
-                    call=call,
-                )
+            if header["status"] != _OK:
+                raise PeerAbortedError(rank=self._rank, peer=peer, phase=phase, call=call)
+        compare(CHOICES)
 
     def _exchange_rows(self, call: int, phase: Phase, transfer: Transfer, deadline: float) -> Tensor:
         rows, received = transfer.rows, transfer.into[: sum(transfer.recv_counts)]
@@ -394,7 +380,7 @@ class GroupWire:
         """Find the rank at fault, report it to the peers and poison this communicator."""
         return self._poison(self._named(self._detector.blame(phase, call)))
 
-    def _named(self, failure: Failure) -> PeerTimeoutError:
+    def _named(self, failure: Failure) -> PeerError:
         """Return the error that this rank raises for ``failure``."""
         return self._detector.about(failure.error(self._rank, ranks_per_node=self._detector.ranks_per_node))
 

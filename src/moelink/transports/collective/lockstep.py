@@ -7,10 +7,11 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from moelink.control.mismatch import Mismatch, odd_rank
 from moelink.control.probe import Failure
-from moelink.errors import PeerTimeoutError, ProtocolError
+from moelink.errors import PeerError, ProtocolError
 from moelink.transports.base import Finished, Phase
-from moelink.transports.collective.wire import Announce, BadMessageError, Learn, Steps, Transfer, odd_rank
+from moelink.transports.collective.wire import CHOICES, Announce, BadMessageError, Learn, Steps, Transfer
 
 R = TypeVar("R")
 
@@ -55,7 +56,7 @@ class LockstepWire:
     def refuse(self, phase: Phase) -> None:
         """Do nothing: the refused call has raised in this process, which runs every rank."""
 
-    def abandon(self, failure: Failure) -> PeerTimeoutError:
+    def abandon(self, failure: Failure) -> PeerError:
         """Return the error alone: no rank waits, and the next call overwrites the state of this one."""
         return failure.error(0)
 
@@ -65,9 +66,13 @@ class LockstepWire:
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
 
-    @staticmethod
-    def _agree(phase: Phase, requests: Sequence[Announce | Learn | Transfer], world_size: int) -> None:
-        odd = odd_rank({rank: _what(request) for rank, request in enumerate(requests)})
+    def _agree(self, phase: Phase, requests: Sequence[Announce | Learn | Transfer], world_size: int) -> None:
+        announced = {rank: request for rank, request in enumerate(requests) if isinstance(request, Announce)}
+        for field in CHOICES:
+            mismatch = Mismatch.of(field, {rank: getattr(request, field) for rank, request in announced.items()})
+            if mismatch is not None:
+                raise mismatch.error(rank=0, phase=phase, call=self._call)
+        odd = odd_rank({rank: type(request).__name__ for rank, request in enumerate(requests)})
         if odd is None and len(requests) != world_size:
             odd = (0, "a call that goes on", "one that has ended, as on other ranks")
         if odd is not None:
@@ -92,11 +97,3 @@ class LockstepWire:
                 self.sent[phase] += 0 if source == rank else sent[rank].numel()
             replies.append(request.into)
         return replies
-
-
-def _what(request: Announce | Learn | Transfer) -> str:
-    """Say in words all that must be alike on all ranks: the step, and the choices of an announcement."""
-    if not isinstance(request, Announce):
-        return type(request).__name__
-    over = f" over dispatch {request.origin}" if request.origin else ""
-    return f"{request.options!r}{over} with rows of {request.row_bytes} bytes"

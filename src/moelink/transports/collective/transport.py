@@ -12,7 +12,7 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.control.error_record import Losses, raise_losses
 from moelink.control.probe import Failure
-from moelink.errors import PeerTimeoutError, UnsupportedError
+from moelink.errors import PeerError, UnsupportedError
 from moelink.lease import CallCount
 from moelink.output import DispatchOutput, OutputShape, leave_in_place, replace_fields
 from moelink.routing import ExpertMap, absent_experts, mark_absent
@@ -146,7 +146,7 @@ class CollectiveTransport:
         self._wire.refuse(phase)
         self.partly_sent = False
 
-    def abandon(self, failure: Failure) -> PeerTimeoutError:
+    def abandon(self, failure: Failure) -> PeerError:
         """Poison this rank and its peers, and return the error."""
         return self._wire.abandon(failure)
 

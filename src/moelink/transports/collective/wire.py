@@ -12,19 +12,20 @@ announces the dispatch that counted it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from moelink.control.probe import Failure
-from moelink.errors import PeerTimeoutError, ProtocolError
+from moelink.errors import PeerError, ProtocolError
 from moelink.transports.base import Pending, Phase
 
 R = TypeVar("R")
-V = TypeVar("V")
+
+CHOICES = ("options", "origin", "row_bytes")
+"""Fields of an announcement that must agree on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Announce:
     """Announce to every rank how many rows will follow. It does not wait; the reply is the number of the call.
 
     Attributes:
-        options: everything peers must agree on for this call, as text.
+        options: what the caller chose and peers must agree on (``memory.protocol.dispatch_options``,
+            ``combine_options``).
         counts: rows for each rank.
         limit: most rows that one rank may legally send here; a larger announcement is refused.
         row_bytes: bytes of a row, which must also agree.
@@ -40,7 +42,7 @@ class Announce:
             dispatch with ``routing``, the one that counted them; else 0. It must also agree.
     """
 
-    options: str
+    options: int
     counts: list[int]
     limit: int
     row_bytes: int
@@ -95,19 +97,6 @@ class BadMessageError(Exception):
         )
 
 
-def odd_rank(values: Mapping[int, V]) -> tuple[int, V, V] | None:
-    """Return the first rank whose value differs from that of most ranks, its value, and theirs; None if all are equal.
-
-    Of several values that are equally common, the one of the lowest rank counts, as in the kernels
-    (``kernels.sync.signals.first_mismatched``). All ranks that compare the same values come to the same result.
-    """
-    counts = Counter(values.values())
-    if len(counts) < 2:
-        return None
-    usual = max(counts, key=lambda value: counts[value])  # the first of several
-    return next((rank, value, usual) for rank, value in values.items() if value != usual)
-
-
 class Wire(Protocol):
     """Moves the rows that :data:`Steps` ask for.
 
@@ -125,7 +114,7 @@ class Wire(Protocol):
     def refuse(self, phase: Phase) -> None:
         """Report to the peers that this rank refuses its call. Returns at once."""
 
-    def abandon(self, failure: Failure) -> PeerTimeoutError:
+    def abandon(self, failure: Failure) -> PeerError:
         """Poison this rank and its peers at once (:meth:`moelink.transports.base.Transport.abandon`)."""
 
     def check(self) -> None:

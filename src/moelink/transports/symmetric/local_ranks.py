@@ -14,7 +14,7 @@ from moelink.config import EPConfig
 from moelink.control.error_record import Losses, raise_losses
 from moelink.control.failure_detector import FailureDetector
 from moelink.control.probe import Failure
-from moelink.errors import PeerTimeoutError
+from moelink.errors import PeerError
 from moelink.kernels.launch.device import launches_overlap
 from moelink.memory import SymmetricMemory
 from moelink.memory.absence import poison
@@ -124,9 +124,13 @@ class LocalRanks:
         If a refused dispatch brought no rows, then no rank makes a combine of these rows, or a dispatch over its
         routing. Whether it was refused is known only when it is over, so the host waits here. A combine whose ``over``
         is not known counts as one of such rows while a refusal has not been raised.
+
+        Raises ProtocolError if an earlier call was mismatched: no rank makes another one.
         """
         for rank in self.ranks:
             rank.synchronize()
+        if any(rank.errors.has_mismatch for rank in self.ranks):
+            self.raise_error()
         if len(self.ranks) > 1 or any(rank.poisoned or (phase == "combine" and rank.aborted) for rank in self.ranks):
             return
         if over is not None and over.handle.routing.brought_nothing():
@@ -137,7 +141,7 @@ class LocalRanks:
         self._each(refuse_dispatch if phase == "dispatch" else refuse_combine)
         self.partly_sent = False
 
-    def abandon(self, failure: Failure) -> PeerTimeoutError:
+    def abandon(self, failure: Failure) -> PeerError:
         """Poison the local ranks and their peers, and return the error.
 
         Peers wait in kernels, which see their own block alone, so a kernel of this rank tells them. They ask the

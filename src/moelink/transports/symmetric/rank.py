@@ -28,6 +28,7 @@ from moelink.kernels.sync.credit import ep_grant_credits_kernel
 from moelink.kernels.sync.signals import ep_give_up_kernel
 from moelink.lease import CallCount
 from moelink.memory import SymmetricMemory, connect
+from moelink.memory.choices import choices_in
 from moelink.memory.nodes.watchdog import wait_for_device
 from moelink.memory.protocol import ABORT_RECORD, PHASES, RECORD_WORDS
 from moelink.memory.workspace import Workspace
@@ -173,6 +174,7 @@ class Rank:
         return ErrorRecord(
             self.record, self.control, rank=self.config.rank, me=self.me, world_size=self.workspace.world_size,
             detector=detector, ranks_per_node=self.workspace.node_size if self.workspace.inter_node_ranks else None,
+            choices=partial(choices_in, self.memory.local, self.workspace),
         )  # fmt: skip
 
     def change(self, detector: FailureDetector | None) -> None:
@@ -358,7 +360,7 @@ class Rank:
             self.memory.close()
             # A reference to the block from here would keep it mapped for as long as the communicator lives.
             self.control, self.table = self.nothing.long(), self.memory.pointers
-            self.errors.control = self.control
+            self.errors.control, self.errors.choices = self.control, None
             self.launcher.forget()
             self._plans = {}
             if self.calls is not None:
