@@ -90,13 +90,15 @@ def test_a_rank_with_other_options_is_named_on_every_rank() -> None:
             ep, own.handler, own.row_offsets, own.expert_ids, own.src_info, ep.pointers[0], ep.atomic_counters[0],
             own.routing, num_input_tokens=len(case.data(ep.my_rank).x),
         )  # fmt: skip
+    words = "rank 1 calls dispatch .* with other options .* expected no topk_weights, .* got topk_weights, no routing;"
     for ep in eps:
-        with pytest.raises(ProtocolError, match=f"rank {ep.my_rank}: rank 1 calls dispatch .* with other options"):
-            ep.raise_error()
-        ep.check()  # told once, and the next call works
-    dispatch_all(eps, [Buffers.allocate(ep) for ep in eps], CASE)
+        for call in (ep.raise_error, ep.check):
+            with pytest.raises(ProtocolError, match=f"rank {ep.my_rank}: {words}"):
+                call()
+    dispatch_all(eps, [Buffers.allocate(ep) for ep in eps], CASE)  # returns at once
     for ep in eps:
-        ep.check()
+        with pytest.raises(ProtocolError, match=f"rank {ep.my_rank}: {words}"):
+            ep.check()
 
 
 def test_no_error_names_a_rank_that_there_is_not() -> None:

@@ -1,6 +1,7 @@
 """Every way a call can be refused or fail: the right error on the right rank, in time, and what works afterwards."""
 
 import os
+import re
 import signal
 import time
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 import moelink
 import moelink.memory.workspace as workspaces
 from moelink.testing import assert_bitwise_equal, rank_data, run_ranks
+from tests.support.mismatches import after_mismatch, no_host_ends_it
 from tests.support.patience import HANG, ROOMY, SHORT, all_pids, be_patient, hurry, join, meet, resume, stop
 
 SETUP = {"num_experts": 6, "topk": 2, "hidden_size": 32, "max_tokens_per_rank": 4}
@@ -263,12 +265,14 @@ def skipped(rank, world_size):
     with moelink.init(**SETUP, timeout=ROOMY) as ep:
         recv = ep.dispatch(d.x, d.topk_ids)
         call = (lambda: ep.dispatch(d.x, d.topk_ids)) if rank == 1 else (lambda: ep.combine(recv.tokens, recv))
-        with pytest.raises(moelink.ProtocolError, match="rank 1 makes another call") as caught:
-            call()
-        assert caught.value.peer == 1
-        with pytest.raises(moelink.ProtocolError, match="rank 2 calls dispatch .* with other options"):
-            ep.dispatch(d.x, d.topk_ids, d.topk_weights if rank == 2 else None)
+        ep = after_mismatch(
+            ep, call, "rank 1 makes another call .* expected a combine as on most ranks, got a dispatch;"
+        )
+        weights = d.topk_weights if rank == 2 else None
+        words = "rank 2 calls dispatch .* with other options .* expected no topk_weights, .* got topk_weights, "
+        ep = after_mismatch(ep, lambda: ep.dispatch(d.x, d.topk_ids, weights), words)
         round_trip(ep, rank)
+        ep.close()
     return True
 
 
@@ -285,7 +289,8 @@ def sums_or_rows(rank, world_size, without, named, most):
         d = data(rank)
         for turn in range(2):
             recv = ep.dispatch(d.x, d.topk_ids)
-            with pytest.raises(moelink.ProtocolError, match=f"rank {named} calls combine .* with other options"):
+            words = f"rank {named} calls combine .* with other options .* every row"
+            with no_host_ends_it(), pytest.raises(moelink.ProtocolError, match=words):
                 ep.combine(recv.tokens, recv, reduce=rank not in without)
             for reduce in (turn > 0, True, turn == 0):
                 ep.combine(recv.tokens, recv, reduce=reduce)
@@ -302,7 +307,7 @@ def test_ranks_that_combine_with_and_without_sums_are_named(without, most):
 
 def calls_over_another(rank, world_size, fields):
     """Rank 1 goes over another dispatch, to which every token went alike: all rows come, and mean nothing."""
-    with moelink.init(**SUMS_OR_ROWS | fields) as ep:
+    with no_host_ends_it(), moelink.init(**SUMS_OR_ROWS | fields) as ep:
         d = data(rank)
         recvs = [ep.dispatch(d.x, d.topk_ids) for _ in range(2)]
         again = [ep.dispatch(d.x, None, routing=recvs[0]) for _ in range(2)]
@@ -341,7 +346,8 @@ def test_a_rank_that_goes_over_another_dispatch_is_named(fields):
 
 def rows_of_another(rank, world_size, most, fields):
     """Rank 1 combines another dispatch, of fewer tokens, to other ranks: rows are awaited that nobody sends."""
-    with mock.patch.object(workspaces, "LAMPORT_BYTES", most), moelink.init(**SUMS_OR_ROWS | fields) as ep:
+    with mock.patch.object(workspaces, "LAMPORT_BYTES", most), moelink.init(**SUMS_OR_ROWS | fields) as ep, \
+            no_host_ends_it():  # fmt: skip
         d = data(rank)
         full = ep.dispatch(d.x, d.topk_ids)
         few = ep.dispatch(d.x[:1], torch.full((1, 2), 2 * rank, dtype=torch.int32))
@@ -383,14 +389,21 @@ def test_devices_of_one_process_go_over_one_dispatch(transport):
     with moelink.init_devices(["cpu"] * 3, **SETUP, transport=transport) as ep:
         first, second = ep.dispatch(xs, ids), ep.dispatch(xs, ids)
         mixed = [first[0], second[1], first[2]]
-        with pytest.raises(moelink.ProtocolError) as told:
-            ep.combine([recv.tokens for recv in mixed], mixed)
-        assert told.value.peer == 1
-        with pytest.raises(moelink.ProtocolError) as told:
-            ep.dispatch(xs, None, routing=mixed)
-        assert told.value.peer == 1
+        for call in (
+            lambda: ep.dispatch(xs, None, routing=mixed), lambda: ep.combine([recv.tokens for recv in mixed], mixed)
+        ):  # fmt: skip
+            with (
+                no_host_ends_it(),
+                pytest.raises(moelink.ProtocolError, match="expected dispatch 1 .* got dispatch 2;") as told,
+            ):
+                call()
+            assert told.value.peer == 1
         for got, d in zip(ep.combine([recv.tokens for recv in first], first), datas, strict=True):
             assert_bitwise_equal(got, (d.x.float() * 2).bfloat16())
+        with pytest.raises(moelink.ProtocolError) as told:
+            call()
+        with pytest.raises(moelink.ProtocolError, match=re.escape(str(told.value))):
+            ep.dispatch(xs, ids)
 
 
 def never_at_init(rank, world_size):

@@ -22,6 +22,7 @@ from tests.control.interrupted_ranks import KINDS, SECONDS, Countdown, attempt, 
 from tests.support.cases import FIELDS as OUTPUT_FIELDS
 from tests.support.cases import check_rows
 from tests.support.fault_ranks import FIELDS
+from tests.support.mismatches import same_again
 
 STEPS = 14
 KEPT = 4
@@ -234,13 +235,21 @@ class Walk:
         return "refused"
 
     def mismatched(self, mine: Callable[[], Any], others: Callable[[], Any]) -> str:
-        """One rank makes another call than the rest: all raise ProtocolError, which names the same rank."""
+        """One rank makes another call than the rest: all raise ProtocolError, which names the same rank, also in later
+        calls, and go on with another communicator."""
         victim = self.random.randrange(self.world_size)
         _, error, seconds = attempt(mine if self.rank == victim else others)
         assert isinstance(error, moelink.ProtocolError), f"victim {victim}: {error!r}"
         assert seconds < SECONDS, f"{error!r} after {seconds:.1f} s"
         named = everyone(error.peer, self.world_size)
         assert set(named) == {victim} or self.world_size < 3, f"victim {victim}, named {named}"
+        same_again(self.ep, error)
+        if self.ep.config.ranks_per_node is None:
+            self.tracer.ep = self.ep = self.ep.recover(range(self.world_size))
+        else:
+            self.ep.close()
+            self.ep = make(self.transport, self.tracer, **self.options)
+        self.outputs = []
         return f"rank {victim}"
 
     def other_options(self) -> str:

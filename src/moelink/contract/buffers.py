@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,17 +22,20 @@ from moelink.contract.warmup import warm_up
 from moelink.control.error_record import ErrorRecord, Losses, raise_losses
 from moelink.control.group import connect as connect_ranks
 from moelink.control.group import default_device, gather_bytes, part, plain_device, setting_up
-from moelink.errors import ArgumentError, UnsupportedError
+from moelink.control.probe import Failure
+from moelink.errors import ArgumentError, ProtocolError, UnsupportedError
 from moelink.hooks import Hook
 from moelink.kernels.launch.device import clock_ticks, is_interpreted, sm_limit_of
 from moelink.kernels.launch.grid import sm_count
 from moelink.kernels.launch.launcher import Launcher
 from moelink.kernels.records import Peers
 from moelink.memory import Network, SymmetricMemory, connect
+from moelink.memory.choices import choices_in
 from moelink.memory.protocol import RECORD_WORDS
 from moelink.memory.workspace import COMBINE, DISPATCH, REGIONS, Workspace, pointer_table
 from moelink.routing import ExpertMap
 from moelink.transports.build import memory_of_group
+from moelink.transports.symmetric.rank import give_up
 from moelink.version import check_pair
 
 
@@ -174,10 +178,14 @@ class EPBuffers:
         Raises:
             PeerTimeoutError: a peer did not arrive. These buffers are poisoned: every later launch returns at once.
             PeerAbortedError: a peer refused a call; the next one works.
-            ProtocolError: ranks make a call with different options; no data moved.
+            ProtocolError: ranks make a call with different options or over different dispatches, and all ranks are
+                poisoned as after PeerTimeoutError.
             MoelinkError: the network to other nodes has stopped.
         """
         error = self.errors.error() if self.network.failure is None else self.network.failure.with_traceback(None)
+        if isinstance(error, ProtocolError) and not self.record[0]:  # a mismatch, of which no peer has told yet
+            self.errors.keep(error)
+            give_up(self.launcher, self.workspace, Failure.of(error), me=self.my_rank, timeout=self.params.timeout)
         if error is not None:
             raise error
 
@@ -268,6 +276,7 @@ def ep_init(params: EPParams, memory: SymmetricMemory, *, my_rank: int | None = 
             me=0 if params.skip_a2a else rank,
             world_size=workspace.world_size,
             ranks_per_node=workspace.node_size if workspace.inter_node_ranks else None,
+            choices=partial(choices_in, memory.local, workspace),
         ),
         memory=memory,
         n_sms=n_sms,

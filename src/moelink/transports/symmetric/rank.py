@@ -57,6 +57,30 @@ def _guard(rank: Rank) -> AbstractContextManager[None]:
     return guard_accesses(ranges)
 
 
+def give_up(launcher: Launcher, workspace: Workspace, failure: Failure, *, me: int, timeout: float) -> None:
+    """Poison rank ``me``, whose ``launcher`` this is, and its peers, without waiting for pending work.
+
+    ``timeout``: seconds within which the launch ends between nodes.
+    """
+    device = launcher.peers.control.device
+    spec = combine_spec(workspace, device, row_weights=False, home_weights=False)
+    kernel = launcher.kernel(ep_give_up_kernel, 1, S=spec)
+    numbers = GiveUpNumbers(
+        me=me, peer=failure.peer, phase=PHASES.index(failure.phase), call=failure.call,
+        expected=failure.expected, got=failure.got, programs=1,
+    )  # fmt: skip
+    if device.type == "cpu":
+        launcher.launch(kernel, lambda _: (), numbers)
+        return
+    beside = torch.cuda.Stream(device)  # launches of the call may wait on the others
+    with torch.cuda.device(device), torch.cuda.stream(beside):
+        launcher.launch(kernel, lambda _: (), numbers)
+    if workspace.inter_node_ranks:  # the error record of this rank is written before the puts to other nodes
+        wait_for_device(beside.query, lambda: True, timeout)
+    else:
+        beside.synchronize()
+
+
 class SmBudget:
     """The SMs that the communicators of one device may occupy together.
 
@@ -329,24 +353,8 @@ class Rank:
 
     def give_up(self, failure: Failure) -> None:
         """Poison this rank and its peers without waiting for pending work."""
-        if self.config.mode == "allreduce":  # nobody waits, and the table has one rank
-            return
-        spec = combine_spec(self.workspace, self.device, row_weights=False, home_weights=False)
-        kernel = self.launcher.kernel(ep_give_up_kernel, 1, S=spec)
-        numbers = GiveUpNumbers(
-            me=self.me, peer=failure.peer, phase=PHASES.index(failure.phase), call=failure.call,
-            expected=failure.expected, got=failure.got, programs=1,
-        )  # fmt: skip
-        if self.stream is None:
-            self.launcher.launch(kernel, lambda _: (), numbers)
-            return
-        beside = torch.cuda.Stream(self.device)  # launches of the call may wait on the others
-        with torch.cuda.device(self.device), torch.cuda.stream(beside):
-            self.launcher.launch(kernel, lambda _: (), numbers)
-        if self.workspace.inter_node_ranks:  # the error record of this rank is written before the puts to other nodes
-            wait_for_device(beside.query, lambda: True, self.config.timeout)
-        else:
-            beside.synchronize()
+        if self.config.mode != "allreduce":  # there nobody waits, and the table has one rank
+            give_up(self.launcher, self.workspace, failure, me=self.me, timeout=self.config.timeout)
 
     def close(self) -> None:
         """Release the block, after all calls under way unless the communicator is poisoned."""
