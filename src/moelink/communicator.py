@@ -41,8 +41,8 @@ class Communicator(Lifetime):
 
     Every call is collective: all ranks make the same calls in the same order, each with any number of tokens up to
     ``max_tokens_per_rank``, 0 included. If a rank's arguments are refused, that rank raises ArgumentError, its peers
-    raise PeerAbortedError, and the next call works. If a peer does not arrive within ``timeout``, the call raises
-    PeerTimeoutError.
+    raise PeerAbortedError, and the next call works. If ranks make different calls, all of them raise ProtocolError, and
+    if a peer does not arrive within ``timeout``, PeerTimeoutError; both end the communicator.
     """
 
     def dispatch(

@@ -255,7 +255,7 @@ COLLECTIVE = (
            "if announced != before:", "if announced > before:",
            "transports/test_devices.py::test_a_reused_routing_brings_as_many_messages_as_before"),
     Mutant("the magic number of headers is not compared", "transports/collective/group_wire.py",
-           'for name in ("magic", "config", "call", "phase"):', 'for name in ("config", "call", "phase"):',
+           '_OF_EVERY_CALL = ("magic", "config", "call", "phase")', '_OF_EVERY_CALL = ("config", "call", "phase")',
            "kernels/test_fuzz.py::test_corrupted_headers_of_the_collective_transport[few]"),
     Mutant("a count of a header has no upper limit", "transports/collective/group_wire.py",
            "not 0 <= row[\"count\"] <= announce.limit", "not 0 <= row[\"count\"]",

@@ -11,7 +11,7 @@
 ``responder``         the process beside each rank that answers
 ``failure_detector``  name the rank at fault when a call fails, and report it to the peers
 ``recovery``          let the surviving ranks agree on a new, smaller group
-``error_record``      read the errors that kernels report
+``error_record``      read the errors that kernels report; ``mismatch``: describe a mismatched call
 ``process``           files, threads and tensors of one process
 ====================  ==================================================================================================
 """

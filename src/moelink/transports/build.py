@@ -54,7 +54,7 @@ def open_session(config: EPConfig, device: torch.device, world: World, fate: Fat
     """Open the session of this rank of ``world``. Collective over it; raises as :func:`build_in_group`.
 
     ``fate``: that of the session that this one, a further lane or one for gradients, goes with. If a call of either
-    meets a PeerTimeoutError, both have ended.
+    meets an error that ends a communicator, both have ended.
     """
     with torch.inference_mode(False):  # calls in any mode write to the tensors that are made here
         built = build_in_group(config, device, world)
