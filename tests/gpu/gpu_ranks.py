@@ -287,6 +287,51 @@ def absent_rank(rank: int, world_size: int, more: dict | None = None) -> dict[st
     }  # fmt: skip
 
 
+def mismatched(rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 1 leaves out its weights, in a call, a bound call, a call ahead of which others run, and a replay; each time
+    the ranks go on with the communicator that ``recover`` makes."""
+    prepare(rank)
+    x, ids, weights = inputs(rank, seed=1, tokens=8, hidden=256, experts=16, topk=2)
+    mine = () if rank == 1 else (weights,)
+    ep = moelink.init(**ABSENT, timeout=60.0)
+    said: dict[str, Any] = {}
+    for form in ("call", "bound", "ahead", "replay"):
+        ep.warmup()
+        recv = ep.dispatch(x, ids)
+        equal = torch.equal(ep.combine(recv.tokens, recv), 2 * x)
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.monotonic()
+        try:
+            if form == "call":
+                ep.dispatch(x, ids, *mine)
+            elif form == "bound":
+                ep.bind(x, ids, *mine)()
+            elif form == "ahead":  # the host reads the record in a later call, or in check
+                for _ in range(4):
+                    again = ep.dispatch(x, ids, *mine)
+                    ep.combine(again.tokens, again)
+            else:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    ep.dispatch(x, ids, *mine)
+                graph.replay()
+                graph.replay()
+            ep.check()
+            told = "no error"
+        except moelink.ProtocolError as error:
+            told = str(error)
+        try:
+            ep.dispatch(x, ids, weights)
+            later = "no error"
+        except moelink.ProtocolError as error:
+            later = str(error)
+        said[form] = {"equal": equal, "told": told, "later": later, "took": time.monotonic() - start}
+        ep = ep.recover(range(world_size))
+    ep.close()
+    return said
+
+
 def allocated(rank: int, world_size: int) -> tuple[int, int]:
     """Symmetric bytes really taken from the device at 4096 tokens, and what DESIGN allows."""
     prepare(rank)

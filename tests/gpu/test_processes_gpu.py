@@ -64,6 +64,19 @@ def test_a_rank_that_never_calls_is_named_in_time():
         assert result["alive"]
 
 
+@pytest.mark.kernels(of=lambda: warmup_kernels(gpu_ranks.ABSENT, WORLD))
+def test_a_mismatched_call_ends_all_ranks_and_all_recover():
+    for rank, results in enumerate(run_ranks(gpu_ranks.mismatched, WORLD, timeout=300)):
+        for form, result in results.items():
+            words = f"rank {rank}: rank 1 calls dispatch (call "
+            assert result["told"].startswith(words), (form, result)
+            assert result["told"] == result["later"], (form, result)
+            if form != "ahead":  # whose words stand in the place of the values
+                assert "expected topk_weights, no routing as on most ranks, got no topk_weights," in result["told"]
+            assert result["equal"], form
+            assert result["took"] < 20
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
 def test_one_process_drives_all_devices(fmt):
     case = Case(Setup(fmt), "holes", seed=3)
