@@ -102,10 +102,10 @@ def test_a_rank_with_other_options_is_named_on_every_rank() -> None:
 
 
 def test_no_error_names_a_rank_that_there_is_not() -> None:
-    ep = ranks_of(params_of(CASE.setup, 3))[2]
-    ep.record[ABORT_RECORD : ABORT_RECORD + 5] = torch.tensor([CODE_OPTIONS, 2, 4, 0, 1])
+    _, ep, other = ranks_of(params_of(CASE.setup, 3))
+    other.record[ABORT_RECORD : ABORT_RECORD + 5] = torch.tensor([CODE_OPTIONS, 2, 4, 0, 1])
     with pytest.raises(ProtocolError) as refused:
-        ep.raise_error()
+        other.raise_error()
     ep.record[:7] = torch.tensor([1, 0, 77, 9, -3, -1, -1])
     with pytest.raises(PeerTimeoutError, match="reported by rank 0") as late:
         ep.check()
