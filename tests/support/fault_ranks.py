@@ -104,7 +104,7 @@ def refusals(ep: moelink.Communicator, rank: int, d: Any, *ways: dict[str, Any])
         sent_back()
         refused(recv.tokens, ep.combine, recv, **options)
     sent_back()
-    with no_host_ends_it(), pytest.raises(moelink.ProtocolError, match="with other options .* got topk_weights, "):
+    with no_host_ends_it(), pytest.raises(moelink.ProtocolError, match="with other options"):
         ep.dispatch(d.x, d.topk_ids, d.topk_weights if rank == 1 else None)
     return sent_back()
 

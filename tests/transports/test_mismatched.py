@@ -15,7 +15,7 @@ import moelink
 from moelink.control.mismatch import Mismatch, odd_rank
 from moelink.control.probe import MISMATCHED, Failure, ProbeServer, probe
 from moelink.memory.choices import choices_in
-from moelink.memory.protocol import ABORT_RECORD, CODE_OPTIONS, CODE_TIMEOUT
+from moelink.memory.protocol import ABORT_RECORD, CALL_SHIFT, CODE_OPTIONS, CODE_TIMEOUT, DISPATCH_SENT
 from moelink.testing import run_ranks
 from tests.support.cases import Case, Setup
 from tests.support.fault_ranks import FIELDS, check_round_trip, data
@@ -167,6 +167,7 @@ def test_a_refused_call_after_an_unread_mismatch_is_no_call() -> None:
         rank.record[ABORT_RECORD : ABORT_RECORD + 5] = torch.tensor([CODE_OPTIONS, 0, 0, 0, 1])
         with pytest.raises(moelink.ArgumentError):
             ep.dispatch(x.int(), ids)
+        assert rank.control[DISPATCH_SENT] == 1 << CALL_SHIFT, "no refusal is sent"
         with pytest.raises(moelink.ProtocolError, match="expected the same on all ranks, got different ones") as told:
             ep.dispatch(x, ids)
         same_again(ep, told.value)

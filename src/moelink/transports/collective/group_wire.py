@@ -9,8 +9,8 @@ Protocol of one call (call numbers count dispatches and combines together, from 
    exchange.
 2. All headers are checked before any row moves. Headers differ between receivers only in the row count, so every rank
    reaches the same verdict: all go on; or all raise, because a rank refused the call, and the next call starts clean;
-   or the call is mismatched, and all raise that in every later call. Gloo aborts a receiver that expects fewer bytes
-   than arrive, so only checked counts size a transfer.
+   or the call is mismatched, and the session of each rank ends the communicator. Gloo aborts a receiver that expects
+   fewer bytes than arrive, so only checked counts size a transfer.
 3. Rows move in one all-to-all of uint8.
 
 One deadline covers the whole call, from the moment it was issued. When it passes, or a connection breaks, this rank
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
@@ -224,9 +224,7 @@ class GroupWire:
             return result
         except BadMessageError as error:
             raise self._poison(error.protocol_error(rank=self._rank, phase=phase, call=call)) from error
-        except PeerError as error:
-            if error.ends_communicator:  # calls behind this one are not made
-                self._poison(error)
+        except PeerError:
             raise
         except BaseException:
             if not self._complete:
@@ -266,11 +264,9 @@ class GroupWire:
                 return [stop.value]
 
     def _tell_refusal(self, call: int, phase: Phase, deadline: float) -> None:
-        """Exchange headers with status REFUSED. If peers make another call, the next call here raises that."""
-        try:
+        """Exchange headers with status REFUSED. Peers that make another call report that."""
+        with suppress(ProtocolError):
             self._learn(self._announce(call, phase, None), deadline)
-        except ProtocolError as error:
-            self._poison(error)
         self._complete = True
 
     def _announce(self, call: int, phase: Phase, announce: Announce | None) -> _Headers:
