@@ -9,9 +9,9 @@
 
 Between nodes a :class:`Network` (made by :func:`connect`) carries bytes from block to block: NVSHMEM, or a simulated
 :class:`NetworkProxy` for nodes that are processes of one machine. :mod:`moelink.memory.workspace` lists the regions of
-a block, :mod:`moelink.memory.protocol` the numbers that kernels and host share. :mod:`moelink.memory.choices` reads words
-of a block beside its calls. :mod:`moelink.memory.bounds`, imported only with ``MOELINK_DEBUG=1``, checks the accesses
-of interpreted kernels.
+a block, :mod:`moelink.memory.protocol` the numbers that kernels and host share. :mod:`moelink.memory.choices` reads
+words of a block beside its calls. :mod:`moelink.memory.bounds`, imported only with ``MOELINK_DEBUG=1``, checks the
+accesses of interpreted kernels.
 """
 
 from moelink.memory.blocks import SingleProcessMemory, SymmetricMemory, create_all
