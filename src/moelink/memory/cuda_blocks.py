@@ -209,8 +209,8 @@ def _told() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise UnsupportedError(
-            f"expected the CUDA driver to make a block that other processes can map, got this error: {error}; free "
-            "memory of the device, or use transport='collective'"
+            f"expected the CUDA driver to make a block that other processes can map, got this error: {error}; "
+            "lower max_tokens_per_rank, free memory, or use transport='collective'"
         ) from error
 
 
