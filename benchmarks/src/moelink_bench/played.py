@@ -30,6 +30,7 @@ from moelink.kernels.launch.direct import DirectKernel, Driver, ParameterLayout
 from moelink.kernels.launch.launcher import OWN_ADDRESSES, CompiledKernel, Launcher
 from moelink.kernels.launch.row_launch import PreparedRows, RowLauncher
 from moelink.rows import common_kernel, eager
+from moelink.transports import validation
 from moelink.transports.symmetric import plans
 from moelink.transports.symmetric.fast_path import SymmetricFastPath
 
@@ -119,6 +120,10 @@ def _takes_kernels(tensor: Tensor) -> bool:
     return True
 
 
+def _as_on_a_gpu(config: moelink.EPConfig, ids: Tensor) -> None:
+    """Stand for ``check_ids``: a router's kernel that is played stores no ids, and on a GPU the host looks at none."""
+
+
 @contextmanager
 def played(**options: Any) -> Iterator[moelink.Communicator]:
     """Return a context with a communicator of one rank, made with ``options``, whose device is played."""
@@ -130,6 +135,7 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
     with ExitStack() as stack:
         for patch in (
             mock.patch.object(plans, "dispatch_spec", at_once),
+            mock.patch.object(validation, "check_ids", _as_on_a_gpu),
             mock.patch.object(Launcher, "launch", _launch),
             mock.patch.object(Launcher, "preparing", nullcontext),
             mock.patch.object(torch.cuda, "current_device", _current_device),
