@@ -5,7 +5,10 @@ Legend: ``T`` tokens, ``K`` topk, ``H`` hidden_size, ``E`` num_experts, ``G`` ex
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +40,8 @@ class Exchange:
     """Dispatch and combine of torch alone, over the default group.
 
     On one rank there is nothing to exchange, and the host need not know how many rows there are. ``wide``: counts have
-    64 bits, and rows are weighted and summed in fp32 instead of in their dtype.
+    64 bits, and rows are weighted and summed in fp32 instead of in their dtype. Without it both are differentiable, and
+    the backward moves each row once, as the forward does.
     """
 
     def __init__(self, *, num_experts: int, topk: int, rank: int, world_size: int, wide: bool = False) -> None:
@@ -54,7 +58,7 @@ class Exchange:
         """
         experts, order = topk_ids.flatten().sort(stable=True)
         counts = count_ids(experts, self._num_experts).to(self._counted)
-        rows = x[order // self._topk]
+        rows = moved(x, lambda x: x[order // self._topk], partial(self._sum_copies, order))
         if self._ranks == 1:
             return rows, starts(counts), Home(topk_weights, order)
         incoming = torch.empty(self._ranks * self._local, dtype=self._counted, device=counts.device)
@@ -62,27 +66,73 @@ class Exchange:
         both = torch.cat([counts, incoming]).tolist()
         sent = tuple(sum(part) for part in _cut(both[: len(counts)], self._owned))
         received = tuple(sum(part) for part in _cut(both[len(counts) :], [self._local] * self._ranks))
-        arrived = exchange_rows(rows, sent, received)
+        arrived = _travelled(rows, sent, received)
         groups = torch.arange(self._local, device=rows.device).repeat(self._ranks)
         by_expert = torch.repeat_interleave(groups, incoming.long(), output_size=sum(received)).argsort(stable=True)
         offsets = starts(incoming.view(self._ranks, -1).sum(0, dtype=torch.int32))
-        return arrived[by_expert], offsets, Home(topk_weights, order, by_expert, sent, received)
+        return _gathered(arrived, by_expert), offsets, Home(topk_weights, order, by_expert, sent, received)
 
     def combine(self, rows: Tensor, home: Home) -> Tensor:
         """Return [T, H], the weighted sum of each token's rows. Collective."""
         if home.arrived is not None:
-            by_source = torch.empty_like(rows)
-            by_source[home.arrived] = rows
-            rows = exchange_rows(by_source, home.received, home.sent)
-        slots = torch.empty_like(home.order)
-        slots[home.order] = torch.arange(len(slots), device=slots.device)
-        copies = rows[slots].view(*home.weights.shape, -1)
+            back = home.arrived
+            by_source = moved(rows, partial(scattered, index=back), lambda grad: grad[back])
+            rows = _travelled(by_source, home.received, home.sent)
+        copies = _gathered(rows, inverse(home.order)).view(*home.weights.shape, -1)
         if not self._wide:
             return (copies * home.weights.to(rows.dtype)[..., None]).sum(1)
         out = torch.zeros(len(copies), copies.shape[-1], device=rows.device)
         for slot in range(self._topk):
             out.addcmul_(copies[:, slot], home.weights[:, slot, None])
         return out.to(rows.dtype)
+
+    def _sum_copies(self, order: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient [T, H] of tokens for that of their copies [T * K, H], which lie in ``order``."""
+        return grad[inverse(order)].view(-1, self._topk, grad.shape[1]).sum(1)
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad.contiguous()), None, None
+
+
+def moved(rows: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return ``there(rows)``, a move of rows whose gradient is ``back(grad)``. Torch's own gradient of an index would
+    sort it and add with atomics."""
+    needed = torch.is_grad_enabled() and rows.requires_grad
+    return _Moved.apply(rows, there, back) if needed else there(rows)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The inverse of a permutation: ``inverse([2, 0, 1]) == [1, 2, 0]``."""
+    return scattered(torch.arange(len(order), device=order.device), order)
+
+
+def scattered(rows: Tensor, index: Tensor) -> Tensor:
+    """Return ``rows`` at the places ``index``, a permutation."""
+    out = torch.empty_like(rows)
+    out[index] = rows
+    return out
+
+
+def _gathered(rows: Tensor, index: Tensor) -> Tensor:
+    """Return ``rows[index]`` of a permutation."""
+    return moved(rows, lambda rows: rows[index], partial(scattered, index=index))
+
+
+def _travelled(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
+    """Exchange rows; their gradients travel back. Collective."""
+    there, back = (
+        partial(exchange_rows, sent=sent, received=received),
+        partial(exchange_rows, sent=received, received=sent),
+    )
+    return moved(rows, there, back)
 
 
 def count_ids(ids: Tensor, num_experts: int) -> Tensor:

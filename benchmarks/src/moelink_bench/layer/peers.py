@@ -68,7 +68,11 @@ def deep_gemm_refusal(*names: str) -> str:
 
 
 class TransformersLayer(LayerContender):
-    """The experts of Hugging Face transformers with its implementation "grouped_mm", its own function."""
+    """The experts of Hugging Face transformers with its implementation "grouped_mm", its own function.
+
+    Attributes:
+        experts: the module that it makes.
+    """
 
     name = TRANSFORMERS
     note = "transformers' own function, products and activation included; its weights are bf16, as models pass them"
@@ -78,12 +82,12 @@ class TransformersLayer(LayerContender):
         require(at.plan.ranks == 1, "runs on one rank only")
         require(importlib.util.find_spec("transformers") is not None, "transformers is not installed")
         module = importlib.import_module("transformers.integrations.moe")
-        self._experts = _experts(module, at)
+        self.experts = _experts(module, at)
 
     def layer(self, given: LayerInput) -> Tensor:
         """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
         routing = choose(given)
-        out: Tensor = self._experts(given.x, routing.topk_ids, routing.topk_weights.to(given.x.dtype))
+        out: Tensor = self.experts(given.x, routing.topk_ids, routing.topk_weights.to(given.x.dtype))
         return out
 
     def parts(self) -> tuple[Part, ...]:
