@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,8 @@ from moelink.ops.context import OperatorContext
 from moelink.ops.lanes import Lanes
 from moelink.tracing import Trace
 from moelink.tracing.session import tracing
-from moelink.transports.base import FastPath, Traffic
+from moelink.transports.ahead import Place, Prepared, Step, prepare
+from moelink.transports.base import EVERY_CALL, FastPath, Rehearsal, Traffic
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -90,12 +92,29 @@ class Lifetime(OfThisProcess):
                 "lane 0, which includes all lanes"
             )
 
-    def warmup(self, *, num_sms: Sequence[int] = ()) -> None:
-        """Compile everything before the first call, for all lanes (nothing to do on the collective transport).
+    def warmup(
+        self, *, num_sms: Sequence[int] = (), calls: Rehearsal = EVERY_CALL, gradients: bool = False,
+        beside: Sequence[Step] = (),
+    ) -> Prepared:  # fmt: skip
+        """Compile and load every kernel before the first call, for all lanes, several at a time. Nothing is launched;
+        on the collective transport there is nothing to do.
 
-        ``num_sms``: also for calls with these SM limits of their own.
+        Args:
+            num_sms: also for calls with these SM limits of their own.
+            calls: those that will be made; default all of them.
+            gradients: also for the backwards. Their communicators are made now, so it is collective then.
+            beside: further launches that are prepared with these (:class:`moelink.transports.ahead.Step`), as
+                :meth:`moelink.nn.MoE.warmup` has them.
+
+        Returns:
+            The names of the kernels that were compiled or read from the cache on disk, and the seconds.
         """
-        self._lanes.warmup(num_sms)
+        size = self.config.node_size
+        own = partial(self._lanes.warmup, num_sms, calls, gradients=gradients)
+        if self.device.type == "cpu":  # where nothing is compiled
+            own()
+            return Prepared()
+        return prepare([own, *beside], Place(self.config.rank % size, size))
 
     def check(self) -> None:
         """Synchronise and raise the first error: a peer's, CapacityError, or RoutingError since the last check."""

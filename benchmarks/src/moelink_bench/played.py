@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +116,11 @@ def _current_device() -> int:
     return 0 if not torch.cuda.is_initialized() else -1
 
 
+def _preparing(launcher: Launcher, *, load: bool = True) -> AbstractContextManager[None]:
+    """Stand for :meth:`Launcher.preparing`."""
+    return nullcontext()
+
+
 def _takes_kernels(tensor: Tensor) -> bool:
     return True
 
@@ -137,7 +142,7 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
             mock.patch.object(plans, "dispatch_spec", at_once),
             mock.patch.object(validation, "check_ids", _as_on_a_gpu),
             mock.patch.object(Launcher, "launch", _launch),
-            mock.patch.object(Launcher, "preparing", nullcontext),
+            mock.patch.object(Launcher, "preparing", _preparing),
             mock.patch.object(torch.cuda, "current_device", _current_device),
             mock.patch.object(eager, "takes_kernels", _takes_kernels),
             mock.patch.object(row_launch, "is_interpreted", bool),

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,12 @@ from moelink.nn.owned import ignored_by_ddp
 from moelink.nn.placed_experts import Experts, QuantizedExperts, refuse_gradients
 from moelink.nn.placement import Placement, PlacementMap
 from moelink.nn.router import Router, RouterConfig
+from moelink.nn.warmup import rehearse
 from moelink.rows.batch_invariant import refuse_weight
 from moelink.rows.dequantize import dequantized
 from moelink.rows.scale_rows import cast_rows
+from moelink.transports.ahead import Prepared
+from moelink.transports.base import Rehearsal
 
 _log = logging.getLogger("moelink")
 
@@ -349,6 +353,46 @@ class MoE(BalancedLayer):
         out = self.ep.combine(cast_rows(y, recv.row_offsets, config.combine_dtype), recv, shared=shared)
         out = out.to(x.dtype)
         return out if x.dim() == 2 else out.view(x.shape)  # fully_shard of torch warns of views
+
+    def warmup(self, *, max_tokens: Sequence[int] = (), training: bool = False) -> Prepared:
+        """Compile and load every kernel that calls of this layer launch, several at a time, before the first one.
+
+        Nothing is launched but products of empty groups, and nothing travels. Layers of equal sizes share their
+        kernels. On a CPU there is nothing to do.
+
+        Args:
+            max_tokens: those of later calls (:meth:`forward`), of which the choice of a product may depend. Calls that
+                give none are always included.
+            training: also for calls with gradients and their backwards. Their communicators are made now, so it is
+                collective then: every rank calls it.
+
+        Returns:
+            What :meth:`moelink.Communicator.warmup` returns, which does the same for calls without a layer.
+
+        Raises:
+            ArgumentError: ``max_tokens`` has a number that no call may give.
+
+        Example:
+            >>> from moelink.nn import MoE
+            >>> layer = MoE({"num_experts": 4, "topk": 2, "hidden_size": 16, "max_tokens_per_rank": 8},
+            ...             intermediate_size=32)
+            >>> layer.warmup(max_tokens=[1, 8]).kernels    # on a GPU: their names
+            ()
+            >>> layer.close()
+        """
+        config = self.ep.config
+        most = config.max_tokens_per_rank
+        for bound in max_tokens:
+            if isinstance(bound, bool) or not isinstance(bound, int) or not 0 <= bound <= most:
+                raise ArgumentError("max_tokens", f"integers in [0, {most}]", bound)
+        overlapped = self.shared_expert is not None
+        calls = Rehearsal(
+            dispatch=("split",) if overlapped else ("fused",), combine=("fused",), weighted=(True,),
+            shared=(overlapped,),
+        )  # fmt: skip
+        bounds = tuple(sorted({*max_tokens, most} - {0}))
+        rows = partial(rehearse, self, config, bounds, training=training)
+        return self.ep.warmup(calls=calls, gradients=training, beside=(rows,))
 
     def reset_parameters(self) -> None:
         """First weights again, of the router and the experts, by their seed.

@@ -24,7 +24,7 @@ import torch
 from moelink.config import EPConfig
 from moelink.control.group import World, meet_again
 from moelink.errors import CapacityError, RoutingError
-from moelink.transports.base import Traffic
+from moelink.transports.base import Rehearsal, Traffic
 from moelink.transports.build import open_session
 from moelink.transports.session import Session
 
@@ -96,6 +96,16 @@ class GradientCommunicators:
     @property
     def _opened(self) -> list[Session]:
         return [session for session in (self._rows, self._weights) if session is not None]
+
+    def warmup(self, *, load: bool) -> None:
+        """Compile and allocate for the first backward. Collective the first time.
+
+        A dispatch takes an earlier call's routing, which a session in a plain format prepares beside any other; a
+        combine has no weights.
+        """
+        calls = Rehearsal(dispatch=("fused",), combine=("fused",), weighted=(False,))
+        for session in dict.fromkeys((self.rows(), self.sums(), self.weights())):
+            session.warmup((), calls, load=load)
 
     def check(self) -> None:
         """Raise the first error that a peer caused in a backward. The forward calls' own check reports lost rows."""

@@ -29,7 +29,7 @@ from moelink.control.recovery import (
 )
 from moelink.errors import ClosedError, PeerTimeoutError
 from moelink.ops.context import OperatorContext
-from moelink.transports.base import Traffic
+from moelink.transports.base import EVERY_CALL, Rehearsal, Traffic
 from moelink.transports.build import open_session
 from moelink.transports.counters import Counters
 
@@ -68,10 +68,15 @@ class Lanes:
             opened.pop_all()
         return cls(contexts)
 
-    def warmup(self, num_sms: Sequence[int] = ()) -> None:
-        """Compile and allocate for the first calls, also for calls with these SM limits."""
+    def warmup(
+        self, num_sms: Sequence[int] = (), calls: Rehearsal = EVERY_CALL, *, gradients: bool = False, load: bool = True
+    ) -> None:
+        """Compile and allocate for the first of these calls, also for calls with these SM limits. ``gradients``: and
+        for their backwards, whose communicators are made where they are not yet. That is collective."""
         for lane in self.contexts:
-            lane.session.warmup(num_sms)
+            lane.session.warmup(num_sms, calls, load=load)
+            if gradients:
+                lane.gradients.warmup(load=load)
 
     def check(self) -> None:
         """Synchronise and raise the first error."""

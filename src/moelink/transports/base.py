@@ -25,6 +25,28 @@ T_co = TypeVar("T_co", covariant=True)
 Phase = Literal["dispatch", "combine"]
 
 
+Half = Literal["fused", "split"]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The calls whose kernels a warmup prepares.
+
+    Attributes:
+        dispatch, combine: "fused" for calls in one launch, "split" for those of ``dispatch_async``, ``combine_async``.
+        weighted: with router weights, and without.
+        shared: combines add ``shared``, or not.
+    """
+
+    dispatch: tuple[Half, ...] = ("fused", "split")
+    combine: tuple[Half, ...] = ("fused", "split")
+    weighted: tuple[bool, ...] = (True, False)
+    shared: tuple[bool, ...] = (False,)
+
+
+EVERY_CALL = Rehearsal()
+
+
 class DispatchOptions(TypedDict, total=False):
     """The keywords of :meth:`moelink.Communicator.dispatch`, which documents them."""
 
@@ -254,8 +276,9 @@ class Transport(Protocol):
         of a peer counts.
         """
 
-    def warmup(self, num_sms: Sequence[int] = ()) -> None:
-        """Compile and allocate for the first call, also for one with each of these SM limits."""
+    def warmup(self, num_sms: Sequence[int] = (), calls: Rehearsal = EVERY_CALL, *, load: bool = True) -> None:
+        """Compile and allocate for the first of these calls, also for one with each of these SM limits. Without
+        ``load``, kernels are only asked for (:mod:`moelink.transports.ahead`)."""
 
     def begin_without(self, masked: Sequence[int]) -> None:
         """Know that ranks are ``masked``, before the first call."""

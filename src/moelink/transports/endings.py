@@ -47,7 +47,7 @@ from moelink.errors import (
     ProtocolError,
 )
 from moelink.output import DispatchOutput
-from moelink.transports.base import Pending, Phase, Traffic, Transport
+from moelink.transports.base import EVERY_CALL, Pending, Phase, Rehearsal, Traffic, Transport
 from moelink.transports.counters import Failures
 from moelink.transports.guard import Guard
 from moelink.transports.pending import Started
@@ -203,15 +203,15 @@ class Endings:
         or that."""
         return self.fate.error or error
 
-    def warmup(self, num_sms: Sequence[int] = ()) -> None:
-        """Compile and allocate for the first call, also for one with each of these SM limits."""
+    def warmup(self, num_sms: Sequence[int] = (), calls: Rehearsal = EVERY_CALL, *, load: bool = True) -> None:
+        """See :class:`moelink.transports.base.Transport`."""
         self.require_open("warmup")
         if not isinstance(num_sms, Sequence):
             raise ArgumentError("num_sms", "a sequence of integers", f"a {type(num_sms).__name__}")
         for config, device in zip(self.configs, self.devices, strict=True):
             for limit in num_sms:
                 check_num_sms(config, limit, transport=self.transport.name, device=device)
-        self.transport.warmup(num_sms)
+        self.transport.warmup(num_sms, calls, load=load)
 
     def traffic(self) -> Traffic:
         """Return the bytes of rows sent to other ranks."""

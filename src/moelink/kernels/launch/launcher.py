@@ -81,7 +81,7 @@ class Launcher:
         self._own = peer_arguments(peers)
         self._own_addresses: list[int] = []
         self._loaded: dict[Any, Any] = {}
-        self._preparing = False
+        self._preparing, self._loading = False, True
 
     def kernel(
         self, function: Any, programs: int, *, S: Any, launch: Launch | None = None, num_sms: int | None = None,
@@ -110,18 +110,19 @@ class Launcher:
         return driver.active.get_current_stream  # type: ignore[no-any-return]
 
     @contextmanager
-    def preparing(self) -> Iterator[None]:
+    def preparing(self, *, load: bool = True) -> Iterator[None]:
         """On CUDA: make launches inside only compile their kernel and load it onto the device, each kernel once.
 
         Compiling and loading may synchronise a device. That must not happen while a kernel there waits for a peer that
-        this process has not launched yet.
+        this process has not launched yet. Without ``load``, launches only ask for their kernel to be compiled
+        (:mod:`moelink.transports.ahead`).
         """
-        self._preparing = not self._interpreted
+        self._preparing, self._loading = not self._interpreted, load
         try:
             with torch.cuda.device(self._device) if self._preparing else nullcontext():
                 yield
         finally:
-            self._preparing = False
+            self._preparing, self._loading = False, True
 
     def launch(
         self,
@@ -159,7 +160,11 @@ class Launcher:
         key = key_of(given)
         loaded = kernel.loaded.get(key)
         if loaded is None:
-            loaded = kernel.loaded[key] = self._load(kernel, (peers, *records(True), of_any_value(numbers)), key)
+            arguments = peers, *records(True), of_any_value(numbers)
+            if not self._loading:
+                self._compile(kernel, arguments)
+                return
+            loaded = kernel.loaded[key] = self._load(kernel, arguments, key)
         if self._preparing:
             return
         triton_kernel, direct = loaded
@@ -235,13 +240,16 @@ class Launcher:
         their number of CTAs share both."""
         key = (kernel.function.__name__, kernel.S, *kernel.options.values(), given)
         if key not in self._loaded:
-            loaded = settle_cache_key(kernel.function).warmup(
-                *arguments, grid=(kernel.programs,), S=kernel.S, **kernel.options, **self._network.options
-            )
+            loaded = self._compile(kernel, arguments)
             loaded._init_handles()
             self._network.load(loaded)
             self._loaded[key] = loaded, self._direct(loaded)
         return self._loaded[key]
+
+    def _compile(self, kernel: CompiledKernel, arguments: Sequence[Any]) -> Any:
+        return settle_cache_key(kernel.function).warmup(
+            *arguments, grid=(kernel.programs,), S=kernel.S, **kernel.options, **self._network.options
+        )
 
     def _direct(self, loaded: Any) -> DirectKernel | None:
         """Return the direct form of a loaded kernel, or None where Triton must launch it."""

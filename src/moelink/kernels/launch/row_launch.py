@@ -22,7 +22,8 @@ import ctypes
 import struct
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -197,6 +198,17 @@ class RowLauncher:
 
     def __init__(self) -> None:
         self._prepared: dict[Any, PreparedRows | None] = {}
+        self._preparing: tuple[int, bool] | None = None
+
+    @contextmanager
+    def preparing(self, *, load: bool = True) -> Iterator[None]:
+        """On CUDA: make launches of this thread inside only compile their kernel and load it, as those of a
+        :class:`~moelink.kernels.launch.launcher.Launcher` do. One thread at a time."""
+        self._preparing = threading.get_ident(), load
+        try:
+            yield
+        finally:
+            self._preparing = None
 
     def launch(
         self, kernel: Any, arguments: Sequence[Any], S: Any, count: int, *, device: torch.device, fused: bool,
@@ -210,6 +222,7 @@ class RowLauncher:
             fused: products and sums become FMAs.
             options: of the compiler.
         """
+        preparing = self._preparing is not None and self._preparing[0] == threading.get_ident()
         plain = is_interpreted() or torch.version.hip is not None or has_hooks()
         call = None if plain else _values_of(arguments)
         if call is not None:
@@ -223,10 +236,18 @@ class RowLauncher:
             try:
                 prepared = self._prepared[key]
             except KeyError:
+                if preparing and not self._preparing[1]:  # type: ignore[index]
+                    _compile(kernel, arguments, S, fused, options)
+                    return
                 prepared = self._prepared[key] = self._prepare(kernel, arguments, S, fused, options)
+            if preparing:
+                return
             if prepared is not None:
                 prepared.launch(values, count, driver.active.get_current_stream(where))
                 return
+        if preparing:
+            _compile(kernel, arguments, S, fused, options)
+            return
         given = map(typed, arguments)
         settle_cache_key(kernel)[(count,)](*given, S=S, enable_fp_fusion=fused, **options)
 
@@ -238,10 +259,15 @@ class RowLauncher:
         for parameter, argument in zip(kernel.params, arguments, strict=False):
             specialised = type(argument) is int and not parameter.do_not_specialize
             assert not specialised, f"{kernel.__name__}: name {parameter.name} in do_not_specialize"
-        given = map(typed, arguments)
-        loaded = settle_cache_key(kernel).warmup(*given, grid=(1,), S=S, enable_fp_fusion=fused, **options)
+        loaded = _compile(kernel, arguments, S, fused, options)
         loaded._init_handles()
         return PreparedRows.of(loaded, arguments, cuda_driver())
+
+
+def _compile(kernel: Any, arguments: Sequence[Any], S: Any, fused: bool, options: dict[str, Any]) -> Any:
+    """Let Triton compile a kernel."""
+    given = map(typed, arguments)
+    return settle_cache_key(kernel).warmup(*given, grid=(1,), S=S, enable_fp_fusion=fused, **options)
 
 
 def _values_of(arguments: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | None:

@@ -16,7 +16,16 @@ from moelink.errors import PeerError, UnsupportedError
 from moelink.lease import CallCount
 from moelink.output import DispatchOutput, OutputShape, leave_in_place, replace_fields
 from moelink.routing import ExpertMap, absent_experts, mark_absent
-from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Pending, Phase, Traffic
+from moelink.transports.base import (
+    EVERY_CALL,
+    CallRequest,
+    CombineRequest,
+    DispatchRequest,
+    Pending,
+    Phase,
+    Rehearsal,
+    Traffic,
+)
 from moelink.transports.collective.combine import combine_steps
 from moelink.transports.collective.dispatch import dispatch_steps
 from moelink.transports.collective.outputs import Scratch
@@ -150,7 +159,7 @@ class CollectiveTransport:
         """Poison this rank and its peers, and return the error."""
         return self._wire.abandon(failure)
 
-    def warmup(self, num_sms: Sequence[int] = ()) -> None:
+    def warmup(self, num_sms: Sequence[int] = (), calls: Rehearsal = EVERY_CALL, *, load: bool = True) -> None:
         """Do nothing: there are no kernels to compile."""
 
     def check(self) -> None:

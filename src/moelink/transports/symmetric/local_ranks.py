@@ -22,7 +22,7 @@ from moelink.memory.protocol import COMBINE_BYTES, DISPATCH_BYTES
 from moelink.memory.workspace import Workspace, pointer_table
 from moelink.output import DispatchOutput
 from moelink.routing import mark_absent
-from moelink.transports.base import Phase, Traffic
+from moelink.transports.base import EVERY_CALL, Phase, Rehearsal, Traffic
 from moelink.transports.counters import Counters
 from moelink.transports.symmetric.rank import Rank
 from moelink.transports.symmetric.refusal import refuse_combine, refuse_dispatch
@@ -155,17 +155,17 @@ class LocalRanks:
             rank.give_up(failure)
         return error
 
-    def warmup(self, num_sms: Sequence[int] = ()) -> None:
-        """Compile and load every kernel of the usual calls, without launching any. Does nothing on CPUs.
+    def warmup(self, num_sms: Sequence[int] = (), calls: Rehearsal = EVERY_CALL, *, load: bool = True) -> None:
+        """Compile and load every kernel of these calls, without launching any. Does nothing on CPUs.
 
         ``num_sms``: SM limits of calls, beside that of the communicator.
         """
         if self._on_cpu:
             return
         for rank in self.ranks:
-            with torch.no_grad(), rank.launcher.preparing():
+            with torch.no_grad(), rank.launcher.preparing(load=load):
                 for limit in (None, *num_sms):
-                    prepare_calls(rank, limit)
+                    prepare_calls(rank, limit, calls)
 
     def check(self) -> None:
         """Synchronise and raise the first error: of a peer, then rows lost to ``capacity``, then ids out of range."""

@@ -6,29 +6,34 @@ import torch
 
 from moelink.kernels.launch.constants import combine_spec
 from moelink.tracing.device.clocks import ClockNumbers, ep_compare_clocks_kernel
-from moelink.transports.base import CombineRequest, DispatchRequest
+from moelink.transports.base import EVERY_CALL, CombineRequest, DispatchRequest, Rehearsal
 from moelink.transports.symmetric.combine import Combine
 from moelink.transports.symmetric.dispatch import Dispatch
 from moelink.transports.symmetric.rank import Rank
 
 
-def prepare_calls(rank: Rank, num_sms: int | None) -> None:
-    """Make the usual calls of a rank, within an SM limit, while its launcher only prepares."""
+def prepare_calls(rank: Rank, num_sms: int | None, calls: Rehearsal = EVERY_CALL) -> None:
+    """Make calls of a rank, within an SM limit, while its launcher only prepares."""
     config = rank.config
     dtype = config.format.input_dtypes[-1 if config.dispatch_format == "fp64" else 0]
     x = torch.empty(1, config.hidden_size, dtype=dtype, device=rank.device)
     ids = torch.empty(1, config.topk, dtype=torch.int32, device=rank.device)
     weights = torch.empty(1, config.topk, dtype=config.weight_dtype, device=rank.device)
-    for given in (weights, None):
+    for given in (weights if weighted else None for weighted in calls.weighted):
         dispatch = Dispatch(rank, DispatchRequest(x, ids, given, num_sms=num_sms), "")
         rows = dispatch.output.tokens.shape[:-1]
         y = torch.empty(*rows, config.hidden_size, dtype=config.combine_dtype, device=rank.device)
-        combine = Combine(rank, CombineRequest(y, dispatch.output, num_sms=num_sms))
-        alone = (rank.overwrite_expired_rows, rank.grant_credits)
-        for call in (dispatch.send_and_receive, dispatch.send, dispatch.receive, *alone):
-            call()
-        for pass_ in (combine.send_and_receive, combine.send, combine.receive):
-            pass_(combine.passes[0])
+        for name in calls.dispatch:
+            for call in (dispatch.send_and_receive,) if name == "fused" else (dispatch.send, dispatch.receive):
+                call()
+        rank.overwrite_expired_rows()
+        rank.grant_credits()
+        for shared in calls.shared:
+            added = x.to(config.combine_dtype) if shared else None
+            combine = Combine(rank, CombineRequest(y, dispatch.output, shared=added, num_sms=num_sms))
+            for name in calls.combine:
+                for pass_ in (combine.send_and_receive,) if name == "fused" else (combine.send, combine.receive):
+                    pass_(combine.passes[0])
         plain = config.combine_dtype in config.format.input_dtypes and config.format.scale_dtype is None
         if plain and num_sms is None:
             # Gradients of combine's result travel in this way, over the routing of the forward call.
