@@ -1,11 +1,14 @@
 """How long the first call takes, and that later ones compile nothing. Run by hand: ``-m gpu``."""
 
 import time
+from typing import Any
 
 import pytest
 import torch
 
 import moelink
+from moelink.kernels.launch.row_launch import row_launcher
+from moelink.nn import MoE
 from moelink.testing import run_ranks
 from tests.gpu import gpu_ranks
 from tests.gpu.gpu_compile import warmup_kernels
@@ -49,6 +52,34 @@ def start_up(rank: int, world_size: int) -> dict[str, float]:
                     pair(max(0, tokens - rank), weighted=weighted, split=split)
         ep.check()
         return {"warmup": warm - start, "first": first - warm, "known": known, "later": len(compiled)}
+
+
+def layer_starts(rank: int, world_size: int, training: bool) -> dict[str, Any]:
+    """Kernels of one rank after a layer's warmup, and after its calls."""
+    device = gpu_ranks.prepare(rank)
+    options = {"dispatch_format": "bf16"} if training else {}
+    with moelink.init(**{**FIELDS, "hidden_size": 2048, **options}, device=device) as ep:
+        layer = MoE(ep, intermediate_size=256, experts_backend="dequantize" if training else "auto")
+        transports = [ep._session.transport.ranks[0].launcher._loaded]
+        made = layer.warmup(max_tokens=[4], training=training).kernels
+        transports += [s.transport.ranks[0].launcher._loaded for s in ep._context.gradients._opened]
+        known = [len(each) for each in (*transports, row_launcher()._prepared)]
+        for tokens, bound in ((4, 4), (512, None), (100, None)):
+            x = torch.randn(tokens, 2048, device=device).bfloat16().requires_grad_(training)
+            with torch.set_grad_enabled(training):
+                out = layer(x, max_tokens=bound)
+            if training:
+                out.backward(torch.ones_like(out))
+        ep.check()
+        later = [len(each) for each in (*transports, row_launcher()._prepared)]
+        return {"made": len(made), "known": known, "later": later}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_calls_of_a_layer_compile_nothing_after_its_warmup(training: bool) -> None:
+    for rank, found in enumerate(run_ranks(layer_starts, max(1, WORLD), training, timeout=400)):
+        assert found["later"] == found["known"], (rank, found)
+        assert found["made"] > 4, (rank, found)
 
 
 @pytest.mark.alone("takes the time")

@@ -35,8 +35,9 @@ SCRIPTS: Mapping[str, str] = MappingProxyType({
     "roles": "Compare the kernels of two source trees, role by role, on one device.",
     "router": "Time a router's choice of experts, and the router as a whole.",
     "serve": "Serve a tiny model with vLLM on two CPU ranks over moelink, and compare it with one process.",
-    "training": "Measure a training step of a layer, and the peak of its memory, against others.",
+    "startup": "Measure how long a layer takes until its first output, with an empty cache of kernels.",
     "sweep": "Time launch settings of the symmetric kernels, or pairs of calls; by torchrun.",
+    "training": "Measure a training step of a layer, and the peak of its memory, against others.",
     "whole": "Test and measure a machine of several GPUs in one call, one result a step.",
 })  # fmt: skip
 """Name and purpose of each script; the name is that of its module."""
