@@ -198,3 +198,30 @@ def test_a_layer_gives_the_same_with_and_without_operators(backend: str) -> None
             assert torch.equal(got, want)
             assert any("quantized_experts" in name or "gated" in name for name in seen.names)
         ep.check()
+
+
+def test_replayed_experts_and_choices_have_the_bits_of_the_first_call() -> None:
+    """Of other tokens, in another stream's graph, and beside calls with other sizes."""
+    with (
+        moelink.init(
+            num_experts=8, topk=2, hidden_size=256, max_tokens_per_rank=64, dispatch_format=FMT, transport="symmetric",
+            device="cuda",
+        ) as ep,
+        torch.no_grad(),
+    ):  # fmt: skip
+        layer, known = MoE(ep, intermediate_size=128, experts_backend="triton"), row_launcher().replays._known
+        inputs = [torch.randn(tokens, 256, device="cuda").bfloat16() for tokens in (40, 3, 40, 3, 40)]
+        with hooked():
+            want = [layer(x) for x in inputs]
+        before = set(known)
+        assert all(map(torch.equal, [layer(x) for x in inputs], want))
+        made = [replay for key, replay in known.items() if key not in before]
+        assert len(made) == 4, "the choice and the experts, of two sizes"
+        assert None not in made, "every launch was prepared"
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layer(inputs[0])
+        layer(inputs[2])
+        graph.replay()
+        assert torch.equal(captured, want[0])
+        ep.check()

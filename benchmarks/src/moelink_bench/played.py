@@ -93,6 +93,11 @@ def _launch_rows(launcher: RowLauncher, *given: Any, device: torch.device, **opt
     ROW_LAUNCH(launcher, *given, device=CARD, **options)
 
 
+def _place_of(launcher: RowLauncher, tensor: Tensor) -> tuple[int, int] | None:
+    """Stand for :meth:`RowLauncher.place_of`."""
+    return None if torch.cuda.current_device() or launcher._preparing else (0, abs(0))
+
+
 def _direct(records: Any, numbers: Any) -> DirectKernel:
     """Return the direct form of a kernel with these arguments."""
     codes = "".join("q" if name == "limit" else "i" for name in numbers._fields)
@@ -148,6 +153,7 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
             mock.patch.object(row_launch, "is_interpreted", bool),
             mock.patch.object(row_launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=abs))),
             mock.patch.object(RowLauncher, "launch", _launch_rows),
+            mock.patch.object(RowLauncher, "place_of", _place_of),
             mock.patch.object(RowLauncher, "_prepare", lambda _, kernel, given, *options: prepared_rows(given)),
             mock.patch.object(common_kernel, "row_launcher", cache(RowLauncher)),
         ):

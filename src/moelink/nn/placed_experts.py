@@ -254,16 +254,35 @@ def _quantized_experts(
     clamp: list[float],
     dtype: torch.dtype,
 ) -> Tensor:
-    rows = codes.shape[0]
-    between = codes.new_empty(rows, gate_up.shape[1], dtype=dtype)
-    out = codes.new_empty(rows, down.shape[1], dtype=dtype)
-    if not rows:
-        return out
+    given = codes, scales, row_offsets, gate_up, gate_up_scales, down, down_scales
+    if not len(codes):
+        return _quantized_experts_fake(*given, dtype)
+    rest = backend, tuple(clamp), dtype
+    if backend == "triton" and eager.takes_kernels(codes):
+        return eager.repeated(given, _compute, *rest)[0]
+    return _compute(*given, *rest)[0][0]
+
+
+def _compute(
+    codes: Tensor,
+    scales: Tensor,
+    row_offsets: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    backend: str,
+    clamp: tuple[float, ...],
+    dtype: torch.dtype,
+) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
+    """Return the output, and the tensors between."""
+    between = codes.new_empty(codes.shape[0], gate_up.shape[1], dtype=dtype)
+    out = codes.new_empty(codes.shape[0], down.shape[1], dtype=dtype)
     multiply(backend, codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), between)
     bounds = Clamp(*clamp) if clamp else None
     inner, inner_scales = quantize_activation(between, row_offsets, get_format(INNER_FORMAT), bounds)
     multiply(backend, inner, inner_scales, row_offsets, BlockQuantized(down, down_scales), out)
-    return out
+    return (out,), (between, inner, inner_scales)
 
 
 def _quantized_experts_fake(codes: Tensor, *given: Any) -> Tensor:

@@ -121,6 +121,11 @@ def route(logits: Tensor, config: RouterConfig, *, topk: int, correction_bias: T
     config.validate_sizes(num_experts=logits.shape[1], topk=topk)
     if logits.dtype not in (torch.float32, torch.float64):
         raise ArgumentError("logits", "fp32 or fp64", logits.dtype)
+    return _route(logits, config, topk, correction_bias)
+
+
+def _route(logits: Tensor, config: RouterConfig, topk: int, correction_bias: Tensor | None) -> Routing:
+    """:func:`route` of sizes and a dtype that fit."""
     bias = None if correction_bias is None else correction_bias.to(logits.dtype)
     choice = Choice(
         topk, config.scoring, config.renormalize, config.num_groups, config.topk_groups, config.group_score,
@@ -183,22 +188,28 @@ class Router(KeepsBuffers):
 
     def forward(self, x: Tensor) -> Routing:
         """Route tokens [T, H]."""
-        if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
-            raise ArgumentError("x", f"shape [num_tokens, {self.weight.shape[1]}]", list(x.shape))
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if self.config.batch_invariant and dtype == torch.float64:
+        weight, invariant = self.weight, self.config.batch_invariant
+        if x.dim() != 2 or x.shape[1] != weight.shape[1]:
+            raise ArgumentError("x", f"shape [num_tokens, {weight.shape[1]}]", list(x.shape))
+        if invariant and x.dtype == torch.float64:
             raise ArgumentError("x", "bf16, fp16 or fp32 with batch_invariant=True", x.dtype)
-        if self.config.batch_invariant and torch.compiler.is_compiling():
+        if invariant and torch.compiler.is_compiling():
             raise UnsupportedError(
                 "batch_invariant: expected a router outside of compiled code, which adds in the compiler's order, got "
                 "one inside; call torch.compile without fullgraph=True, which leaves it out"
             )
-        with torch.autocast(x.device.type, enabled=False):  # which would round the scores that decide between experts
-            if self.config.batch_invariant:
-                logits = grouped_matmul(x.to(dtype), as_group(x), self.weight.to(dtype)[None], True)
-            else:
-                logits = wide_product(x, self.weight)
-            return route(logits, self.config, topk=self.topk, correction_bias=self.correction_bias)
+        kind = x.device.type
+        if not torch.is_autocast_enabled(kind):  # else it would round the scores that decide between experts
+            return self._routed(x, weight)
+        with torch.autocast(kind, enabled=False):
+            return self._routed(x, weight)
+
+    def _routed(self, x: Tensor, weight: Tensor) -> Routing:
+        if self.config.batch_invariant:
+            logits = grouped_matmul(x.float(), as_group(x), weight.float()[None], True)
+        else:
+            logits = wide_product(x, weight)
+        return _route(logits, self.config, self.topk, self.correction_bias)
 
     def extra_repr(self) -> str:
         experts, hidden = self.weight.shape

@@ -134,11 +134,20 @@ def _choose(
     choice = Choice(topk, scoring, renormalize, num_groups, topk_groups, group_score, scaling_factor)
     if not eager.takes_kernels(logits) or logits.dtype == torch.float64:
         return twin(logits, bias, choice)
+    if not len(logits):
+        return _choose_fake(logits, bias, topk)
+    given = (logits.contiguous(),) if bias is None else (logits.contiguous(), bias.contiguous())
+    return eager.repeated(given, _by_kernel, choice)  # type: ignore[return-value]
+
+
+def _by_kernel(logits: Tensor, *given: Any) -> tuple[tuple[Tensor, Tensor], tuple[()]]:
+    """``given``: the bias, if there is one, and the :class:`Choice`."""
     from moelink.rows.choose_kernel import launch
 
-    ids, weights = _choose_fake(logits, bias, *choice)
-    launch(logits.contiguous(), None if bias is None else bias.contiguous(), ids, weights, choice)
-    return ids, weights
+    (*bias, choice) = given
+    ids, weights = _choose_fake(logits, None, choice.topk)
+    launch(logits, bias[0] if bias else None, ids, weights, choice)
+    return (ids, weights), ()
 
 
 def _choose_fake(logits: Tensor, bias: Tensor | None, topk: int, *_: Any) -> tuple[Tensor, Tensor]:

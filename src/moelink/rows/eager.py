@@ -23,13 +23,23 @@ def takes_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
+def repeated(given: tuple[Tensor, ...], function: Callable[..., Any], *rest: Any) -> tuple[Tensor, ...]:
+    """Return the results of ``function(*given, *rest)``, a function that does nothing but launch kernels on rows,
+    without it where a call of the same kind was made before (:mod:`moelink.kernels.launch.replay`). ``given`` is
+    contiguous. The function returns its results, and all other tensors that it makes."""
+    from moelink.rows import common_kernel
+
+    launcher = common_kernel.row_launcher()
+    return launcher.replays.run(launcher, given, function, *rest)
+
+
 def is_unseen(arguments: Sequence[Any]) -> bool:
     """Return whether no tracer, no mode of torch's dispatcher and no transform of functorch is at work, and no argument
     is a tensor of a subclass."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     for argument in arguments:
-        if isinstance(argument, Tensor) and type(argument) not in _PLAIN:
+        if type(argument) not in _PLAIN and isinstance(argument, Tensor):
             return False
     return not torch._C._are_functorch_transforms_active()
 

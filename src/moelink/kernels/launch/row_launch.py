@@ -38,6 +38,7 @@ from moelink.kernels.launch.arguments import has_hooks
 from moelink.kernels.launch.cache_keys import settle_cache_key
 from moelink.kernels.launch.device import is_interpreted
 from moelink.kernels.launch.direct import Driver, config_of, cuda_driver, launches_directly
+from moelink.kernels.launch.replay import Note, Replays
 
 _PLAIN = (Tensor, Parameter)
 _LARGEST = (1 << 31) - 1
@@ -112,7 +113,7 @@ class PreparedRows:
             ctypes.byref(self._config), function, (ctypes.c_void_p * len(places))(*places), ctypes.c_void_p()
         )  # fmt: skip
         self._lock = threading.Lock()
-        self._latest: list[int] | None = None
+        self._latest: Sequence[int] | None = None
 
     @classmethod
     def of(cls, loaded: Any, arguments: Sequence[Any], driver_: Driver) -> PreparedRows | None:
@@ -162,7 +163,7 @@ class PreparedRows:
             return None
         return cls(loaded, driver_, words, maps, places, values)
 
-    def launch(self, values: list[int], count: int, stream: int) -> None:
+    def launch(self, values: Sequence[int], count: int, stream: int) -> None:
         """Launch ``count`` programs on ``stream``. ``values``: of each argument the address or the number; of a block
         its address and rows.
 
@@ -198,17 +199,35 @@ class RowLauncher:
 
     def __init__(self) -> None:
         self._prepared: dict[Any, PreparedRows | None] = {}
-        self._preparing: tuple[int, bool] | None = None
+        self._preparing: dict[int, bool] = {}
+        self._noting: dict[int, list[Note]] = {}
+        self.replays = Replays()
 
     @contextmanager
     def preparing(self, *, load: bool = True) -> Iterator[None]:
         """On CUDA: make launches of this thread inside only compile their kernel and load it, as those of a
-        :class:`~moelink.kernels.launch.launcher.Launcher` do. One thread at a time."""
-        self._preparing = threading.get_ident(), load
+        :class:`~moelink.kernels.launch.launcher.Launcher` do."""
+        self._preparing[threading.get_ident()] = load
         try:
             yield
         finally:
-            self._preparing = None
+            del self._preparing[threading.get_ident()]
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Note]]:
+        """See :class:`moelink.kernels.launch.replay.Launcher`."""
+        notes = self._noting[threading.get_ident()] = []
+        try:
+            yield notes
+        finally:
+            del self._noting[threading.get_ident()]
+
+    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """See :class:`moelink.kernels.launch.replay.Launcher`."""
+        if is_interpreted() or torch.version.hip is not None or not tensor.is_cuda or self._preparing:
+            return None
+        index = tensor.get_device()
+        return None if torch.cuda.current_device() != index else (index, driver.active.get_current_stream(index))
 
     def launch(
         self, kernel: Any, arguments: Sequence[Any], S: Any, count: int, *, device: torch.device, fused: bool,
@@ -222,7 +241,8 @@ class RowLauncher:
             fused: products and sums become FMAs.
             options: of the compiler.
         """
-        preparing = self._preparing is not None and self._preparing[0] == threading.get_ident()
+        # None for a launch; else whether its kernel is loaded.
+        preparing = self._preparing.get(threading.get_ident()) if self._preparing else None
         plain = is_interpreted() or torch.version.hip is not None or has_hooks()
         call = None if plain else _values_of(arguments)
         if call is not None:
@@ -236,20 +256,27 @@ class RowLauncher:
             try:
                 prepared = self._prepared[key]
             except KeyError:
-                if preparing and not self._preparing[1]:  # type: ignore[index]
+                if preparing is False:
                     _compile(kernel, arguments, S, fused, options)
                     return
                 prepared = self._prepared[key] = self._prepare(kernel, arguments, S, fused, options)
-            if preparing:
+            if preparing is not None:
                 return
             if prepared is not None:
                 prepared.launch(values, count, driver.active.get_current_stream(where))
+                if self._noting:
+                    self._note(Note(prepared, values, count))
                 return
-        if preparing:
+        if preparing is not None:
             _compile(kernel, arguments, S, fused, options)
             return
+        self._note(Note(None, (), count))
         given = map(typed, arguments)
         settle_cache_key(kernel)[(count,)](*given, S=S, enable_fp_fusion=fused, **options)
+
+    def _note(self, note: Note) -> None:
+        if (notes := self._noting.get(threading.get_ident())) is not None:
+            notes.append(note)
 
     def _prepare(
         self, kernel: Any, arguments: Sequence[Any], S: Any, fused: bool, options: dict[str, Any]

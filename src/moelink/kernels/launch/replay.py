@@ -1,0 +1,134 @@
+"""Make the launches of a function on rows again, for other tensors, without the function.
+
+A layer's experts are a few launches, between which nothing is computed on the host. For tensors of the same shapes and
+dtypes each call launches the same prepared kernels, with other addresses. So the first call of a kind is *noted*: of
+each launch its kernel and its words, each of which is the address of a tensor or a number that does not change. Later
+calls make the results and room for the tensors in between, and launch.
+
+Example: a function of the tensor at 4096 makes one at 8192 and launches a kernel with the words (4096, 8192, 7). Called
+with a tensor at 512, for which the allocator returns 1024, its replay launches that kernel with (512, 1024, 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from moelink.arith import align_up
+from moelink.kernels.launch.arguments import has_hooks
+
+Made = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""The results of a function, and all other tensors that it made."""
+_ALIGNMENT = 256
+_MOST_KINDS = 1024
+"""Kinds of calls that are kept; a program with more makes calls of others as if there were no replays."""
+
+
+class Launcher(Protocol):
+    """The parts of :class:`moelink.kernels.launch.row_launch.RowLauncher` that replays need."""
+
+    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Return the index of the tensor's device, and its current stream. None where launches do not go to the driver
+        as prepared ones: another device is current, kernels are interpreted or those of AMD, or a thread prepares."""
+
+    def noting(self) -> AbstractContextManager[list[Note]]:
+        """Return a context that notes the launches of this thread."""
+
+
+class Note(NamedTuple):
+    """A launch: the :class:`~moelink.kernels.launch.row_launch.PreparedRows`, or None where Triton launched the kernel,
+    its words, and its programs."""
+
+    prepared: Any
+    words: Sequence[int]
+    count: int
+
+
+class Replay:
+    """The launches of a function for tensors of one kind."""
+
+    def __init__(self, notes: Sequence[Note], given: Sequence[Tensor], made: Made) -> None:
+        """``notes``: of a call with the tensors ``given``, which made the tensors ``made``."""
+        results, between = made
+        self._results = [(result.shape, result.dtype) for result in results]
+        self._places, self._bytes = [], 0
+        for tensor in between:
+            self._places.append(self._bytes)
+            self._bytes += align_up(tensor.nbytes, _ALIGNMENT)
+        sources = {tensor.data_ptr(): number for number, tensor in enumerate((*given, *results, *between))}
+        known, self._launches = len(sources), []
+        constants: list[int] = []
+        for prepared, words, count in notes:
+            picked = []
+            for word in words:
+                if word not in sources:
+                    sources[word] = known + len(constants)
+                    constants.append(word)
+                picked.append(sources[word])
+            self._launches.append((prepared.launch, itemgetter(*picked), count))
+        self._constants = tuple(constants)
+
+    def run(self, given: Sequence[Tensor], addresses: Sequence[int], stream: int) -> tuple[Tensor, ...]:
+        """Make the launches on ``stream`` for the tensors ``given``, at ``addresses``; return the results."""
+        first = given[0]
+        results = tuple([first.new_empty(shape, dtype=dtype) for shape, dtype in self._results])
+        words = [*addresses, *[result.data_ptr() for result in results]]
+        if self._places:
+            room = first.new_empty(self._bytes, dtype=torch.uint8)  # stays until all is launched
+            at = room.data_ptr()
+            words += [at + place for place in self._places]
+        words += self._constants
+        for launch, pick, count in self._launches:
+            launch(pick(words), count, stream)
+        return results
+
+
+class Replays:
+    """The replays of a process, by function and kind of tensors."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Replay | None] = {}
+
+    def run(
+        self, launcher: Launcher, given: tuple[Tensor, ...], function: Callable[..., Made], *rest: Any
+    ) -> tuple[Tensor, ...]:
+        """Return the results of ``function(*given, *rest)``.
+
+        Args:
+            given: contiguous tensors on one device.
+            function: makes new tensors, returns all of them, and does nothing else but launch kernels on rows. What it
+                launches depends on shapes and dtypes of ``given`` and on ``rest`` alone.
+        """
+        place = launcher.place_of(given[0])
+        addresses = [tensor.data_ptr() for tensor in given]
+        if place is None or has_hooks() or any(at & 15 for at in addresses):
+            return function(*given, *rest)[0]
+        key = (function, rest, place[0], *[(tensor.shape, tensor.dtype) for tensor in given])
+        try:
+            replay = self._known[key]
+        except KeyError:
+            return self._first(launcher, key, given, function, rest)
+        if replay is None:
+            return function(*given, *rest)[0]
+        return replay.run(given, addresses, place[1])
+
+    def _first(
+        self, launcher: Launcher, key: Any, given: tuple[Tensor, ...], function: Callable[..., Made],
+        rest: tuple[Any, ...],
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Make a call, and note it if it can be replayed."""
+        with launcher.noting() as notes:
+            made = function(*given, *rest)
+        if len(self._known) < _MOST_KINDS:
+            addresses = [tensor.data_ptr() for tensor in (*given, *made[0], *made[1])]
+            # Words that are no addresses are below any: numbers of an int32 parameter.
+            apart = len(set(addresses)) == len(addresses) and min(addresses) >= 1 << 31
+            aligned = not any(at & 15 for at in addresses)
+            fits = notes and apart and aligned and all(note.prepared is not None for note in notes)
+            self._known[key] = Replay(notes, given, made) if fits else None
+        return made[0]
