@@ -30,7 +30,7 @@ from moelink.kernels.launch.direct import DirectKernel, Driver, ParameterLayout
 from moelink.kernels.launch.launcher import OWN_ADDRESSES, CompiledKernel, Launcher
 from moelink.kernels.launch.row_launch import PreparedRows, RowLauncher
 from moelink.rows import common_kernel, eager
-from moelink.transports import validation
+from moelink.transports import session, validation
 from moelink.transports.symmetric import plans
 from moelink.transports.symmetric.fast_path import SymmetricFastPath
 
@@ -112,7 +112,9 @@ def _launch(
 ) -> None:
     """Stand for :meth:`Launcher.launch`: note the kernel as loaded, and gather a call's addresses."""
     addresses = flat_addresses(records(False))
-    loaded = kernel.loaded.setdefault(key_of(given), (None, _direct(records, numbers)))
+    loaded = kernel.loaded.get(key_of(given))
+    if loaded is None:
+        loaded = kernel.loaded[key_of(given)] = None, _direct(records, numbers)
     loaded[1].pack([*launcher._own_addresses, *addresses], numbers)
 
 
@@ -146,6 +148,7 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
         for patch in (
             mock.patch.object(plans, "dispatch_spec", at_once),
             mock.patch.object(validation, "check_ids", _as_on_a_gpu),
+            mock.patch.object(session, "check_ids", _as_on_a_gpu),
             mock.patch.object(Launcher, "launch", _launch),
             mock.patch.object(Launcher, "preparing", _preparing),
             mock.patch.object(torch.cuda, "current_device", _current_device),
@@ -159,15 +162,15 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
         ):
             stack.enter_context(patch)
         ep = stack.enter_context(moelink.init(**options, transport="symmetric", device="cpu"))
-        session: Any = ep._session
-        transport = session.transport
+        own: Any = ep._session
+        transport = own.transport
         (rank,) = transport.ranks
         rank.stream, rank._latest_handle, rank._index = SimpleNamespace(synchronize=lambda: None), 0, 0
         rank.launcher._index, rank.launcher._interpreted = 0, False
         rank.launcher._stream_of = abs  # of the device's index, 0
         rank.launcher._own_addresses = [rank.table.data_ptr(), rank.record.data_ptr(), rank.control.data_ptr()]
         transport._on_cpu = False
-        quick: Any = SymmetricFastPath(session, transport, rank)
+        quick: Any = SymmetricFastPath(own, transport, rank)
         quick._on_cpu = False
         ep._fast_path = quick
         yield ep

@@ -49,7 +49,14 @@ def function_of(
 ) -> type[torch.autograd.Function]:
     """Return an autograd function of an operator's implementation and of the functions that ``register_autograd``
     takes. It is differentiable once."""
-    parts = {"forward": body, "setup_context": setup_context, "backward": once_differentiable(backward)}
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        # A function with a setup_context of its own has its arguments bound to a signature at each call.
+        output = body(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    parts = {"forward": forward, "backward": once_differentiable(backward)}
     return type(body.__name__, (torch.autograd.Function,), {name: staticmethod(part) for name, part in parts.items()})
 
 
