@@ -73,7 +73,7 @@ def main() -> None:
 def refused(launcher: RowLauncher) -> None:
     """The error is Triton's, and Triton's next compile is not put off any more."""
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]
     def wrong(x, S: triton.language.constexpr):  # type: ignore[no-untyped-def]
         triton.language.store(x, missing)  # type: ignore[name-defined] # noqa: F821
 

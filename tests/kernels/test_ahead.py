@@ -1,8 +1,10 @@
 """Kernels that are compiled before their first launch: by threads, each process its share first."""
 
 import sys
-from concurrent.futures import Future
+import time
+from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,14 +26,13 @@ def test_ranks_of_a_machine_begin_at_other_kernels(monkeypatch: pytest.MonkeyPat
     for number in range(6):
         jobs.submit(lambda number=number: ran.append(number))  # type: ignore[misc]
 
-    class Inline(ahead.Executor):
-        def submit(self, job, *given):  # type: ignore[no-untyped-def, override]
+    class Inline(Executor):
+        def submit(self, job: Any, *given: Any) -> Any:  # type: ignore[override]
             job(*given)
-            return Future()  # type: ignore[var-annotated]
 
     jobs.start(Inline(), Place(2, 3).first(6))
     assert ran == [4, 5, 0, 1, 2, 3]
-    monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr("moelink.transports.ahead.os.sched_getaffinity", lambda _: range(64))
     assert [Place(0, ranks).threads for ranks in (1, 8, 100)] == [16, 8, 1]
 
 
@@ -55,7 +56,7 @@ def test_progress_is_one_line_on_a_terminal(
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(ahead, "QUIET", quiet)
     monkeypatch.setattr(ahead, "wait", lambda left, timeout: future.set_result(None))
-    ahead._watch([future], ahead.time.monotonic() - 2.0, shows=rank == 0 and screen.isatty())
+    ahead._watch([future], time.monotonic() - 2.0, shows=rank == 0 and screen.isatty())
     shown = terminal and rank == 0 and not quiet
     assert screen.said.count("\n") == shown
     assert (

@@ -27,16 +27,16 @@ BUDGET = {
     "kernels": 706,
     "kernels/combine": 1225,
     "kernels/dispatch": 3148,
-    "kernels/launch": 1923,
+    "kernels/launch": 2118,
     "kernels/nodes": 1182,
     "kernels/sync": 1306,
     "rows": 2977,
-    "transports": 1833,
-    "transports/collective": 1789,
-    "transports/symmetric": 2118,
-    "contract": 2431,
-    "ops": 1751,
-    "nn": 4445,
+    "transports": 1976,
+    "transports/collective": 1829,
+    "transports/symmetric": 2146,
+    "contract": 2422,
+    "ops": 1766,
+    "nn": 4594,
     "integrations": 4417,
     "tracing": 535,
     "tracing/device": 524,
@@ -49,7 +49,7 @@ BUDGET = {
     "tools/trace": 234,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 9914, "layer": 1629, "frameworks": 1009}
+BUDGET_OF_BENCH = {".": 10530, "layer": 1633, "frameworks": 1009}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""

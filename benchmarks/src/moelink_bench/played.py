@@ -144,6 +144,7 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
     def at_once(*args: Any, **kind: Any) -> Any:  # as for few tokens on a GPU, where no second launch lays out scales
         return dataclasses.replace(spec(*args, **kind), SCALES_LATER=False)
 
+    launcher = cache(RowLauncher)
     with ExitStack() as stack:
         for patch in (
             mock.patch.object(plans, "dispatch_spec", at_once),
@@ -158,7 +159,8 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
             mock.patch.object(RowLauncher, "launch", _launch_rows),
             mock.patch.object(RowLauncher, "place_of", _place_of),
             mock.patch.object(RowLauncher, "_prepare", lambda _, kernel, given, *options: prepared_rows(given)),
-            mock.patch.object(common_kernel, "row_launcher", cache(RowLauncher)),
+            mock.patch.object(common_kernel, "row_launcher", launcher),
+            mock.patch.object(row_launch, "row_launcher", launcher),
         ):
             stack.enter_context(patch)
         ep = stack.enter_context(moelink.init(**options, transport="symmetric", device="cpu"))

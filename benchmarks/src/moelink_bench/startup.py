@@ -26,6 +26,7 @@ import torch
 
 import moelink
 from moelink.nn import MoE
+from moelink.nn.expert_backends import ExpertsBackend
 from moelink.testing import run_ranks
 from moelink_bench.document import markdown
 from moelink_bench.layer.plan import SHAPES
@@ -59,7 +60,9 @@ def first_calls(rank: int, world_size: int, options: dict[str, Any]) -> dict[str
     device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
-    seconds, kernels, latest = {}, (), time.monotonic()
+    seconds: dict[str, float] = {}
+    kernels: tuple[str, ...] = ()
+    latest = time.monotonic()
 
     def end(step: str) -> None:
         nonlocal latest
@@ -73,7 +76,7 @@ def first_calls(rank: int, world_size: int, options: dict[str, Any]) -> dict[str
         max_tokens_per_rank=options["tokens"], dispatch_format=options["format"], timeout=CALL_TIMEOUT * 5,
     ) as ep:  # fmt: skip
         end("init")
-        backend = "dequantize" if training else "auto"
+        backend: ExpertsBackend = "dequantize" if training else "auto"
         layer = MoE(ep, intermediate_size=shape.intermediate_size, router=shape.router, experts_backend=backend)
         end("layer")
         if options["line"] != "first call":

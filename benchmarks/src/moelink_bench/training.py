@@ -202,8 +202,8 @@ def wrong(step: Step, given: LayerInput, grad: Tensor, want: Truth) -> tuple[dic
 def far(got: Tensor, want: Tensor) -> float:
     """Return the distance of a tensor from the truth, relative to the length of the truth.
 
-    >>> far(torch.tensor([3.0, 5.0]), torch.tensor([3.0, 4.0]))
-    0.2
+    >>> far(torch.tensor([3.0, 5.0]), torch.tensor([0.0, 4.0]))  # the square root of 9 + 1, by 4
+    0.7905694246292114
     """
     return float(torch.linalg.vector_norm(got.float() - want) / torch.linalg.vector_norm(want))
 

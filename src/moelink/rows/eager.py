@@ -27,9 +27,9 @@ def repeated(given: tuple[Tensor, ...], function: Callable[..., Any], *rest: Any
     """Return the results of ``function(*given, *rest)``, a function that does nothing but launch kernels on rows,
     without it where a call of the same kind was made before (:mod:`moelink.kernels.launch.replay`). ``given`` is
     contiguous. The function returns its results, and all other tensors that it makes."""
-    from moelink.rows import common_kernel
+    from moelink.kernels.launch import row_launch
 
-    launcher = common_kernel.row_launcher()
+    launcher = row_launch.row_launcher()
     return launcher.replays.run(launcher, given, function, *rest)
 
 
