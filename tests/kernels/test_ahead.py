@@ -38,8 +38,13 @@ def test_ranks_of_a_machine_begin_at_other_kernels(monkeypatch: pytest.MonkeyPat
 
 class Terminal:
     def __init__(self, terminal: bool) -> None:
-        self.said, self.isatty = "", lambda: terminal
-        self.flush = lambda: None
+        self.said, self.terminal = "", terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def flush(self) -> None:
+        """Show it, at once."""
 
     def write(self, text: str) -> None:
         self.said += text
