@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import moelink
+from moelink.control import probe as probing
 from moelink.control.mismatch import Mismatch, odd_rank
 from moelink.control.probe import MISMATCHED, Failure, ProbeServer, probe
 from moelink.memory.choices import choices_in
@@ -199,7 +200,8 @@ def test_a_report_carries_field_and_values() -> None:
     assert largest.usual == largest.value
 
 
-def test_a_probe_server_keeps_a_mismatch() -> None:
+def test_a_probe_server_keeps_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "_PROBE_SECONDS", HANG)  # its process may need long to start
     server = ProbeServer(3)
     try:
         report = Failure(1, "dispatch", 4, expected=Mismatch(1, "options", 2, 1).packed, got=MISMATCHED)
