@@ -31,7 +31,7 @@ class Kernel:
 
 
 class Played:
-    """A launcher of prepared kernels; ``current``: the device is, and nothing prepares."""
+    """A launcher; ``current``: the device is, and nothing prepares; ``prepared``: the second kernel is, like the first."""
 
     def __init__(self) -> None:
         self.kernels, self.calls, self.current = (Kernel(), Kernel()), 0, True
@@ -50,7 +50,8 @@ class Played:
     def launch(self, kernel: Kernel, words: tuple[int, ...], count: int) -> None:
         kernel.launch(words, count, STREAM)
         if self.notes is not None:
-            self.notes.append(Note(kernel if self.prepared else None, words, count))
+            by_triton = not self.prepared and kernel is self.kernels[1]
+            self.notes.append(Note(None if by_triton else kernel, words, count))
 
     def function(self, x: Tensor, other: Tensor, number: int) -> Any:
         """Two launches, with two tensors between them, and two results."""

@@ -479,6 +479,27 @@ NETWORK = (
            "if stops and cut:", "if False:",
            "nodes/test_network_errors.py::test_a_link_that_is_cut_for_good_keeps_nobody"),
 )
+BEFORE_CALLS = (
+    Mutant("a replay takes tensors that kernels were not compiled for", "kernels/launch/replay.py",
+           "or has_hooks() or any(at & 15 for at in addresses):", "or has_hooks():",
+           "kernels/test_replay.py::test_calls_of_other_kinds_are_made_by_the_function[alignment]"),
+    Mutant("tensors between the launches of a replay overlap", "kernels/launch/replay.py",
+           "self._bytes += align_up(tensor.nbytes, _ALIGNMENT)", "self._bytes += 16",
+           "kernels/test_replay.py::test_a_later_call_launches_the_same_kernels_with_its_own_addresses"),
+    Mutant("a launch of Triton's is left out of a replay", "kernels/launch/replay.py",
+           "and all(note.prepared is not None for note in notes)", "and notes[0].prepared is not None",
+           "kernels/test_replay.py::test_what_cannot_be_replayed_is_called_each_time"),
+    Mutant("launches of other threads are noted", "kernels/launch/row_launch.py",
+           "(notes := self._noting.get(threading.get_ident())) is not None", "(notes := next(iter(self._noting.values()), None)) is not None",
+           "kernels/test_replay.py::test_notes_are_those_of_a_thread"),
+    Mutant("a warmup for training leaves out the gradient of combine", "nn/warmup.py",
+           "weights=recv.weights, dtype=out.dtype)", "weights=None, dtype=out.dtype)",
+           "nn/test_nn_warmup.py::test_a_call_prepares_nothing_after_a_warmup"),
+    Mutant("every rank compiles from the first kernel on", "transports/ahead.py",
+           "for job, future in [*self.kept[first:], *self.kept[:first]]:", "for job, future in self.kept:",
+           "kernels/test_ahead.py::test_ranks_of_a_machine_begin_at_other_kernels"),
+)
+
 # fmt: on
 
 OF_HOST = (
@@ -491,4 +512,5 @@ OF_HOST = (
     *TRANSFORMERS,
     *QUANTIZED,
     *QUICK_CALLS,
+    *BEFORE_CALLS,
 )
