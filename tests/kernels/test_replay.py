@@ -31,7 +31,7 @@ class Kernel:
 
 
 class Played:
-    """A launcher; ``current``: the device is, and nothing prepares; ``prepared``: the second kernel is, like the first."""
+    """A launcher; ``current``: its device is; ``prepared``: the second kernel is, as the first."""
 
     def __init__(self) -> None:
         self.kernels, self.calls, self.current = (Kernel(), Kernel()), 0, True
@@ -90,6 +90,7 @@ def test_a_later_call_launches_the_same_kernels_with_its_own_addresses() -> None
     assert len({tensor.data_ptr() for made in (*kept, (out, count)) for tensor in made}) == 6, "results are new"
 
 
+@pytest.mark.quick("each is another part of the key")
 @pytest.mark.parametrize("what", ["rows", "dtype", "rest", "device", "hooks", "alignment"])
 def test_calls_of_other_kinds_are_made_by_the_function(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     played, replays = Played(), Replays()

@@ -57,6 +57,7 @@ def prepares(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepares]:
         yield noted
 
 
+@pytest.mark.quick("each launches other kernels")
 @pytest.mark.parametrize(
     ("options", "layer_options", "training"),
     [
