@@ -172,7 +172,7 @@ def leaves_and_returns(process: int, processes: int, most: int, place: str, port
 
     if newcomer:
         until(lambda: store.check(["admit"]))
-        ep = moelink.join(store, rank, world_size, **FIELDS, max_tokens_per_rank=most)
+        ep = moelink.join(store, rank, world_size, **FIELDS, max_tokens_per_rank=most, device=f"cuda:{rank}")
         x, ids, _ = inputs(rank, seed=5, **SIZES)
         for _ in range(15):  # as often as the others
             recv = ep.dispatch(x, ids)
