@@ -16,9 +16,17 @@ from triton import knobs
 
 import moelink
 from moelink.kernels.launch import launcher as module
+from moelink.kernels.launch.arguments import of_any_value
 from moelink.kernels.launch.direct import DirectKernel, Driver
 from moelink.kernels.launch.launcher import CompiledKernel, Launcher
-from moelink.kernels.records import CreditNumbers, DispatchInputs, DispatchNumbers, DispatchOutputs, Peers
+from moelink.kernels.records import (
+    CreditNumbers,
+    DispatchInputs,
+    DispatchNumbers,
+    DispatchOutputs,
+    GiveUpNumbers,
+    Peers,
+)
 from moelink.memory.nodes.network import OneNode
 from moelink.ops import record
 from moelink.transports.base import CombineRequest, DispatchRequest
@@ -142,6 +150,12 @@ def test_kernels_are_compiled_for_no_numbers_in_particular(monkeypatch):
         assert value != 1
         assert value % 16
         assert (value >= 2**31) == (name == "limit"), name
+
+
+def test_a_report_of_a_failure_has_room_for_a_mismatch():
+    """Its field and values are one number of 63 bits."""
+    numbers = of_any_value(GiveUpNumbers(*range(7)))
+    assert [name for name, value in numbers._asdict().items() if value >= 2**31] == ["expected"]
 
 
 class DirectForm:

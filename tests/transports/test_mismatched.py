@@ -192,6 +192,7 @@ def test_a_report_carries_field_and_values() -> None:
         assert mismatch == Mismatch(1, field, 3, 5)
         assert Mismatch.unpacked(1, mismatch.packed) == mismatch
         assert 0 <= mismatch.packed < 2**63
+        assert mismatch.packed >= 2**31, "kernels that carry it have a number of 64 bits"
         told = mismatch.error(rank=2, phase="combine", call=7)
         assert Failure.of(told).error(2).args == told.args
     assert Mismatch.of("origin", {0: 1, 2: 1}) is None

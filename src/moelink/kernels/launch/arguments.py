@@ -12,8 +12,10 @@ from triton.runtime.errors import InterpreterError
 
 from moelink.kernels.records import Peers
 
-_ANY_NUMBER, _ANY_LIMIT = 3, (1 << 40) + 3
+_ANY_NUMBER, _ANY_WIDE_NUMBER = 3, (1 << 40) + 3
 """Numbers that no kernel is specialised for: neither 1 nor a multiple of 16, of 32 and of 64 bits."""
+_WIDE = ("limit", "expected")
+"""Fields of 64 bits: nanoseconds, and the count or the mismatch that a failure is described by."""
 
 
 def innermost(error: BaseException) -> BaseException:
@@ -73,4 +75,4 @@ def of_any_value(numbers: Any) -> Any:
     Triton 3.6 specialises the integers of a tuple for their values and ignores ``do_not_specialize`` for them. A call
     with other values would compile again.
     """
-    return type(numbers)(*[_ANY_LIMIT if name == "limit" else _ANY_NUMBER for name in numbers._fields])
+    return type(numbers)(*[_ANY_WIDE_NUMBER if name in _WIDE else _ANY_NUMBER for name in numbers._fields])
