@@ -246,3 +246,19 @@ def test_interpreted_kernels_run_the_whole_smoke(monkeypatch: pytest.MonkeyPatch
         {"case": "all cases", "contender": FLASHINFER, "reason": "runs on CUDA devices only"}
     ]
     assert roles_result.comparisons(document["rows"]) == []
+
+
+def test_sm_limits_are_measured_besides_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer has no limit, so it is compared with full speed alone."""
+    document = run_with(monkeypatch, tokens=(4096,), layout="rank", num_sms=(24, 8))
+    ours = [row for row in document["rows"] if row["contender"] == SYMMETRIC and row["role"] == worker.ROLES[0]]
+    assert [row["num_sms"] for row in ours] == [None, 24, 8]
+    assert {one["num_sms"] for one in document["comparisons"]} == {None}
+    assert [title for title, _, _ in roles_result.tables(document)][:3] == [
+        f"W = 2, {SYMMETRIC}, layout rank, fp8_block128",
+        f"W = 2, {SYMMETRIC}, layout rank, fp8_block128, 24 SMs",
+        f"W = 2, {SYMMETRIC}, layout rank, fp8_block128, 8 SMs",
+    ]
+    case = worker.Case("roles", 2, 4096, "bf16", num_sms=24)
+    assert case.fields()["num_sms"] == 24
+    assert roles.label(case) == "roles W=2 tokens=4096 bf16 24 SMs"

@@ -83,7 +83,7 @@ def bench(
     num_sms: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help="SMs that moelink may use, instead of the preset's; may be repeated. sms keeps its full speed."
+            min=1, help="SMs that moelink may use, instead of the preset's; may be repeated. sms and roles keep full speed."
         ),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per figure.")] = None,
@@ -129,7 +129,7 @@ def bench(
     else:
         refuse_options(name, {"case": [str(one.value) for one in case or ()]})
     if name in get_args(RolePresetName):
-        refuse_options(name, {"num-sms": num_sms, "seed": seed, "plot": plot and str(plot)})
+        refuse_options(name, {"seed": seed, "plot": plot and str(plot)})
     check_writable(out=out, plot=plot)
     import torch
 
@@ -155,7 +155,7 @@ def bench(
 
         run, plan = run_roles, make_roles_plan(
             name, device=device, ranks=ranks, tokens=tokens or (), formats=format or (), rounds=samples, peers=peers,
-            timeout=timeout, layout=layout, hidden=hidden, experts=experts, topk=topk,
+            timeout=timeout, layout=layout, num_sms=num_sms or (), hidden=hidden, experts=experts, topk=topk,
         )  # fmt: skip
     else:
         from moelink_bench.presets import make_plan

@@ -77,7 +77,8 @@ def cases_of(*, quick: bool = False, tiny: bool = False) -> list[Case]:
 def label(case: Case) -> str:
     """A short name of a case."""
     by = "" if case.layout == "expert" else f" by {case.layout}"
-    return f"{case.kind} W={case.ranks} tokens={case.tokens} {case.format}{by}"
+    within = "" if case.num_sms is None else f" {case.num_sms} SMs"
+    return f"{case.kind} W={case.ranks} tokens={case.tokens} {case.format}{by}{within}"
 
 
 class Tree(Worker):

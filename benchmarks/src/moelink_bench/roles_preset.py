@@ -85,6 +85,7 @@ def make_roles_plan(
     tokens: Sequence[int] = (),
     formats: Sequence[str] = (),
     layout: str | None = None,
+    num_sms: Sequence[int] = (),
     rounds: int | None = None,
     peers: bool = True,
     timeout: float = 600.0,
@@ -95,6 +96,7 @@ def make_roles_plan(
     Args:
         ranks: number of simulated ranks, or None for the preset's.
         tokens, formats, layout: replace the preset's.
+        num_sms: SM limits that are measured besides no limit.
         rounds: of all cases, or None for the preset's.
         sizes: ``hidden``, ``experts`` and ``topk``; None leaves the preset's.
 
@@ -108,10 +110,11 @@ def make_roles_plan(
     fields |= {name: value for name, value in sizes.items() if value is not None}
     worlds = (ranks,) if ranks is not None else (2,) if smoke else RANKS
     cases = [
-        Case("roles", world, count, name, **fields, layout=one)  # type: ignore[arg-type]
+        Case("roles", world, count, name, **fields, layout=one, num_sms=limit)  # type: ignore[arg-type]
         for world in worlds
         for count in tokens or ((3,) if smoke else TOKENS)
         for name in formats or ("fp8_block128",)
+        for limit in (None, *num_sms)
         for one in ((layout,) if layout is not None else LAYOUTS)
     ]
     for case in cases:
@@ -154,6 +157,11 @@ def copy_bandwidth(device: DeviceKind) -> dict[str, Any]:
     return {"gb_per_s": speed, "method": how}
 
 
+def kind_of(case: Case) -> tuple[Any, ...]:
+    """Return what cases have in common of which one has its results compared."""
+    return case.ranks, case.format, case.layout, case.num_sms
+
+
 class Run:
     """A run under way: its answers, the omitted cases, and the first fault."""
 
@@ -175,7 +183,7 @@ class Run:
     def kept(self, contender: str = SYMMETRIC) -> list[Case]:
         """Cases of ``contender`` that nothing speaks against. FlashInfer has one layout, so neighbours share a case."""
         if contender == FLASHINFER:
-            cases = dict.fromkeys(replace(case, layout="rank") for case in self.kept())
+            cases = dict.fromkeys(replace(case, layout="rank", num_sms=None) for case in self.kept())
             return [case for case in cases if (case, contender) not in self.left_out]
         return [case for case in self.plan.cases if (case, contender) not in self.left_out]
 
@@ -191,16 +199,17 @@ class Run:
 
     def ours(self, worker: Worker, turn: int) -> None:
         """One round of moelink's cases. The first one compares results with the collective transport's."""
-        known: set[tuple[Any, ...]] = {(c.ranks, c.format, c.layout) for c, _ in self.answers} if turn else set()
+        known: set[tuple[Any, ...]] = {kind_of(c) for c, _ in self.answers} if turn else set()
         for case in self.due(SYMMETRIC, turn):
-            kind = (case.ranks, case.format, case.layout)
+            kind = kind_of(case)
             answer = worker.ask(case, check=kind not in known, timeout=CASE_SECONDS)
             if "OutOfMemoryError" in answer.get("error", ""):
                 self.left_out[case, SYMMETRIC] = answer["error"][:200]
                 continue
             if "error" not in answer and kind not in known:
                 known.add(kind)
-                truth = worker.ask(replace(case, kind="bits", transport="collective"), check=True, timeout=CASE_SECONDS)
+                collective = replace(case, kind="bits", transport="collective", num_sms=None)
+                truth = worker.ask(collective, check=True, timeout=CASE_SECONDS)
                 if truth.get("checksum") != answer["checksum"]:
                     said = truth.get("error", f"{answer['checksum']} is not {truth.get('checksum')}")
                     answer = {"error": f"other bits than the collective transport: {said}"}

@@ -55,13 +55,13 @@ def rows_of(answers: Mapping[tuple[Case, str], Sequence[Mapping[str, Any]]], gb_
             rows.append({
                 "contender": contender, "layout": case.layout, "role": role, "W": case.ranks, "tokens": case.tokens,
                 "format": case.format, "hidden": case.hidden, "experts": case.experts, "topk": case.topk,
-                "us": round(us, 3), "rounds": [round(each, 3) for each in times], "bytes": moved,
+                "num_sms": case.num_sms, "us": round(us, 3), "rounds": [round(each, 3) for each in times], "bytes": moved,
                 "share": round(moved / us / 1e3 / gb_per_s, 4),
             })  # fmt: skip
     return rows
 
 
-KEYS = ("W", "tokens", "format", "hidden", "experts", "topk")
+KEYS = ("W", "tokens", "format", "hidden", "experts", "topk", "num_sms")
 
 
 def comparisons(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -132,13 +132,15 @@ def tables(document: Mapping[str, Any]) -> list[tuple[str, list[str], list[list[
     """
     groups: dict[tuple[Any, ...], dict[int, dict[str, str]]] = {}
     for row in document["rows"]:
-        of_group = groups.setdefault((row["W"], row["contender"], row["layout"], row["format"]), {})
+        group = (row["W"], row["contender"], row["layout"], row["format"], row.get("num_sms"))
+        of_group = groups.setdefault(group, {})
         of_group.setdefault(row["tokens"], {})[row["role"]] = f"{row['us']:.1f} ({100 * row['share']:.0f} %)"
     found = []
-    for (world, contender, layout, name), of_group in sorted(groups.items(), key=lambda item: item[0][:1]):
+    for (world, contender, layout, name, limit), of_group in sorted(groups.items(), key=lambda item: item[0][:1]):
         heads = [role for role in COLUMNS if any(role in cells for cells in of_group.values())]
         lines = [[str(tokens), *(cells.get(role, "–") for role in heads)] for tokens, cells in of_group.items()]
-        found.append((f"W = {world}, {contender}, layout {layout}, {name}", ["tokens", *heads], lines))
+        within = "" if limit is None else f", {limit} SMs"
+        found.append((f"W = {world}, {contender}, layout {layout}, {name}{within}", ["tokens", *heads], lines))
     return found
 
 

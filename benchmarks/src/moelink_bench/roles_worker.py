@@ -54,6 +54,7 @@ class Case:
         format: dispatch format.
         hidden, experts, topk: sizes of the layer.
         layout, transport: of received rows ("expert" or "rank"), and what moves them: only "symmetric" has roles.
+        num_sms: SM limit, or None for all SMs.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Case:
     topk: int = 8
     layout: str = "expert"
     transport: str = "symmetric"
+    num_sms: int | None = None
 
     def fields(self) -> dict[str, Any]:
         """Arguments of ``moelink.init``. A rank gets a little more than its share, as rows go to experts at random."""
@@ -76,6 +78,7 @@ class Case:
             "num_experts": self.experts, "topk": self.topk, "hidden_size": self.hidden, "dispatch_format": self.format,
             "max_tokens_per_rank": self.tokens, "capacity": rows, "transport": self.transport, "timeout": 20.0,
             **({} if self.layout == "expert" else {"layout": self.layout}),
+            **({} if self.num_sms is None else {"num_sms": self.num_sms}),
         }  # fmt: skip
 
 
