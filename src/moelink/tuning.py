@@ -45,6 +45,19 @@ COMBINE_BLOCK = 2048
 (``memory.workspace.Workspace.combine_block``). Combine, *Senders and reducers*: with layout "rank" 52.7 -> 51.8 us at
 512 tokens with 4096 columns."""
 
+FEW_SMS = 48
+"""SM limits up to which calls of many tokens take the forms of few SMs. Dispatch, *Few SMs*."""
+
+MESSAGES_PER_RELEASE = 8
+"""Messages whose flags a sender raises by one release within an SM limit. Dispatch, *Few SMs*."""
+
+PRESENT_BYTES = 1 << 14
+"""Most bytes of a row that a CTA of combine handles at a time within an SM limit (``kernels.combine.present_rows``).
+Combine, *Few SMs*."""
+
+ROWS_AHEAD = 4
+"""Rows that are on their way at a time there, the one that is added included."""
+
 GLUON_ROWS = 256
 """Fewest rows of a buffer for each group, if ``rows.grouped_gluon`` is to multiply them on compute capability 9.0. A
 buffer has room for all rows that may come, so groups have fewer. Lab, *The layer*: 521.5 -> 426.1 us with 256 rows of

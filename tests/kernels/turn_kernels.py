@@ -16,6 +16,7 @@ class Budget:
 
     NUM_SMS: object
     SM_ID: object
+    NUMBERS_IN_TURN: bool = False
 
 
 @triton.jit

@@ -428,6 +428,20 @@ class Message(NamedTuple):
     rows: Any
 
 
+class Present(NamedTuple):
+    """The rows of a message that are there (``kernels.combine.present_rows``).
+
+    Attributes:
+        rows: [slots] row numbers.
+        nth: [slots] their number among those that are there, -1 for the others.
+        count: how many are there.
+    """
+
+    rows: Any
+    nth: Any
+    count: Any
+
+
 class Share(NamedTuple):
     """Parts [begin, begin + count) of the columns of a message."""
 

@@ -23,6 +23,7 @@ from moelink.kernels.combine.arrivals import awaited_slots, wait_for_rows
 from moelink.kernels.combine.finish import finish
 from moelink.kernels.combine.heads import meet_ranks
 from moelink.kernels.combine.own_rows import remote_slots, sum_own_rows, with_own_row
+from moelink.kernels.combine.present_rows import gather_present_rows
 from moelink.kernels.combine.row_format import row_columns
 from moelink.kernels.combine.single_rows import rows_here, sum_or_store_rows
 from moelink.kernels.nodes.level_rows import sum_of_levels
@@ -165,12 +166,17 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
     spare = (num_programs > items).to(tl.int32)
     step = tl.maximum(num_programs - spare, 1)
     first = tl.where(program < spare, items, program - spare)
-    for i in range(first, items, step):
-        token = i // parts
-        if ok > 0:
-            slots = awaited_slots(ctx, notes, token, brought, choices, S)
-            piece = Piece(i % parts, parts, (i + step >= items) & (not S.TWO_LEVEL))
-            ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
+    if S.PRESENT_ROWS and S.OWN_ROWS_STAY:
+        ok = gather_present_rows(
+            ok, ctx, inputs, outputs, notes, numbers, brought, choices, program, num_programs, S
+        )  # fmt: skip
+    else:
+        for i in range(first, items, step):
+            token = i // parts
+            if ok > 0:
+                slots = awaited_slots(ctx, notes, token, brought, choices, S)
+                piece = Piece(i % parts, parts, (i + step >= items) & (not S.TWO_LEVEL))
+                ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
     ok = after_relaying(ok, brought & (program == 0), ctx, _COLLECTED, _PHASE, S)
     if not S.ALLREDUCE:
         if (ok > 0) & brought:

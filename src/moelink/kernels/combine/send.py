@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.combine.heads import is_refused, tell_heads
+from moelink.kernels.combine.present_rows import send_present_rows
 from moelink.kernels.combine.row_format import store_columns
 from moelink.kernels.combine.single_rows import send_rows_one_by_one
 from moelink.kernels.nodes.internode import direct_or_staged, intra_node_only
@@ -147,7 +148,9 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
     p = tl.arange(0, S.PARTS_POW2)
     flags = (block + S.OFFSET_COMBINE_FLAG).to(I64) + place_at_stop(home, ctx.me, S) * S.MAX_TOKENS * S.PARTS_PER_ROW
     small = is_small(ctx.control, tl.load(notes.received + home * 2 + 1), ctx.call, S)
-    if S.PARTS_PER_ROW == 1:
+    if S.PRESENT_ROWS:
+        moved += send_present_rows(ctx, inputs, notes, home, lane, lanes, numbers, S)
+    elif S.PARTS_PER_ROW == 1:
         for slot in range(lane, tl.load(notes.received + home * 2), lanes):
             at = home * S.MAX_TOKENS + slot
             token = tl.load(notes.message_token + at)

@@ -79,7 +79,7 @@ def in_format(row, input_scale, S: tl.constexpr):
     """
     if S.SOURCE == 2:
         factor = tl.load(input_scale) if S.HAS_INPUT_SCALE else 1.0
-        casts: tl.constexpr = 2 if S.NATIVE_CASTS and S.INPUT_DTYPE == tl.bfloat16 else S.NATIVE_CASTS
+        casts: tl.constexpr = S.BF16_CASTS if S.NATIVE_CASTS and S.INPUT_DTYPE == tl.bfloat16 else S.NATIVE_CASTS
         payload, scale = S.ENCODE_FN(columns_of(row, S), factor, casts)
         scale = scale.to(S.GROUP_SCALE_POINTER.element_ty, bitcast=True)
         return tl.reshape(payload, (S.GROUPS_PER_PIECE * S.GROUP_BYTES,)), scale

@@ -21,11 +21,20 @@ from moelink.config import EPConfig
 from moelink.formats.base import Format
 from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.device import clock_of, has_dependent_launches, has_native_casts, sm_limit_of, threads_of
-from moelink.kernels.launch.grid import relaying_ctas
+from moelink.kernels.launch.grid import relaying_ctas, sums_present_rows, takes_numbers_in_turn
 from moelink.kernels.nodes.relay_constants import RelayConstants, relay_constants
 from moelink.memory.protocol import COUNT_HEADER, MAX_SENDERS, combine_options, dispatch_options
 from moelink.memory.workspace import Workspace
-from moelink.tuning import COUNTED_ALONE, FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MANY_TOKENS, MESSAGES_IN_PLACE
+from moelink.tuning import (
+    COUNTED_ALONE,
+    FEW_MESSAGES_IN_PLACE,
+    FEW_TOKENS,
+    MANY_TOKENS,
+    MESSAGES_IN_PLACE,
+    MESSAGES_PER_RELEASE,
+    PRESENT_BYTES,
+    ROWS_AHEAD,
+)
 
 TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
@@ -66,7 +75,8 @@ class CommonSpec(Constants, regions=_COMMON_REGIONS):
         ALLREDUCE: mode "allreduce". FUSED_SHARED_EXPERT: 1 where it is fused.
         NATIVE_CASTS: the hardware's casts round as the formats do. CLOCK: what ``signals.clock`` reads.
         NUM_SMS: SMs that the CTAs of a launch may use, 0 for all. SM_ID: how a CTA finds the number of its SM
-            (``kernels.launch.sm_limit``). DEPENDENT_LAUNCH: a launch may start before the one before it has ended
+            (``kernels.launch.sm_limit``). NUMBERS_IN_TURN: within the limit a CTA does the work of one number after the
+            other. DEPENDENT_LAUNCH: a launch may start before the one before it has ended
             (``kernels.sync.dependent_launch``).
         NODE_SIZE, NODES: ranks of a node, and nodes. NETWORK: who carries bytes to other nodes
             (``kernels.nodes.internode``), "" on one node. TWO_LEVEL: as relays (``kernels.nodes.levels``).
@@ -88,6 +98,7 @@ class CommonSpec(Constants, regions=_COMMON_REGIONS):
     CLOCK: Any
     NUM_SMS: int
     SM_ID: Any
+    NUMBERS_IN_TURN: bool
     DEPENDENT_LAUNCH: bool
     NODE_SIZE: int
     NODE_SIZE_POW2: int
@@ -117,7 +128,7 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         EXPERTS_PER_RANK=cfg.num_experts // cfg.world_size, EXTRA_EXPERTS=cfg.num_experts % cfg.world_size,
         TOPK=cfg.topk, TOPK_POW2=power(cfg.topk), MAX_TOKENS=max(1, cfg.max_tokens_per_rank),
         ALLREDUCE=cfg.mode == "allreduce", FUSED_SHARED_EXPERT=int(cfg.fused_shared_expert),
-        NATIVE_CASTS=has_native_casts(device), CLOCK=clock_of(device), NUM_SMS=sm_limit_of(cfg, device), SM_ID="ptx",
+        NATIVE_CASTS=has_native_casts(device), CLOCK=clock_of(device), NUM_SMS=sm_limit_of(cfg, device), SM_ID="ptx", NUMBERS_IN_TURN=takes_numbers_in_turn(cfg),
         DEPENDENT_LAUNCH=has_dependent_launches(device),
         NODE_SIZE=workspace.node_size, NODE_SIZE_POW2=power(workspace.node_size), NODES=ranks // workspace.node_size,
         TWO_LEVEL=workspace.two_level, NETWORK="" if workspace.inter_node_ranks == 0 else "ring" if device.type == "cpu"
@@ -141,7 +152,7 @@ class DispatchSpec(CommonSpec, RelayConstants, regions=_DISPATCH_REGIONS):
             of CONVERT.
         ENCODE_FN, GROUP_SIZE, NUM_SCALE_GROUPS, GROUPS_PER_PIECE, GROUP_BYTES: for ENCODE: the function, elements that
             share a scale (a row rounded up to a power of two), such groups of a row, groups at a time, payload bytes of
-            a group. GROUP_SCALE_POINTER, GROUP_SCALES: of one group's scale; scales that fill the row's SCALE_WIDTH.
+            a group. BF16_CASTS: NATIVE of bf16 elements (``formats.device``). GROUP_SCALE_POINTER, GROUP_SCALES: of one group's scale; scales that fill the row's SCALE_WIDTH.
         HAS_INPUT_SCALE: there is a global input scale. PIECES_PER_ROW: pieces in which a row is read and stored.
         SCALE_WIDTH, SCALE_DTYPE, SCALE_POINTER: scales of a row, and their integer type. SCALE_LAYOUT: their layout in
             the output. SCALES_LATER: a later launch, the scale kernel, writes them in that layout. PADS_TILES: the
@@ -181,6 +192,7 @@ class DispatchSpec(CommonSpec, RelayConstants, regions=_DISPATCH_REGIONS):
     ROW_POINTER: Any
     HIDDEN_SIZE: int
     ENCODE_FN: Any
+    BF16_CASTS: int
     HAS_INPUT_SCALE: bool
     GROUP_SIZE: int
     NUM_SCALE_GROUPS: int
@@ -302,7 +314,8 @@ def dispatch_spec(
         POLL_WIDTH=experts if cached else look, SOURCE=source,
         WORD_POINTER=tl.pointer_type(word), ROW_WORDS=nbytes // word_bytes, BLOCK_SIZE=block,
         INPUT_DTYPE=TRITON_DTYPES.get(input_dtype, tl.uint8), ROW_DTYPE=payload, ROW_POINTER=tl.pointer_type(payload),
-        HIDDEN_SIZE=hidden, ENCODE_FN=codec.encode if codec else None, HAS_INPUT_SCALE=input_scale,
+        HIDDEN_SIZE=hidden, ENCODE_FN=codec.encode if codec else None, BF16_CASTS=3 if takes_numbers_in_turn(cfg) else 2,
+        HAS_INPUT_SCALE=input_scale,
         GROUP_SIZE=group, NUM_SCALE_GROUPS=groups, GROUPS_PER_PIECE=group_block, GROUP_BYTES=group * nbytes // hidden,
         GROUP_SCALES=group_scales, GROUP_SCALE_POINTER=tl.pointer_type(_WORDS.get(one, tl.uint8)), EVICTION=
         "evict_first" if most > FEW_TOKENS else "", MESSAGES_PER_STEP=gather, PIECES_PER_ROW=-(-max(groups,
@@ -350,6 +363,8 @@ class CombineSpec(CommonSpec, regions=_COMBINE_REGIONS):
             cache, which holds what comes over the links and what the next calls need. With more tokens all of that
             leaves the cache in any case, and fewer instructions matter more.
         COLLECTORS: collecting CTAs, 0 with one level. OWN_ROWS_STAY: 1 where ``kernels.launch.own_rows`` says.
+        PRESENT_ROWS: only rows that are there are summed, and the flags of MESSAGES_PER_RELEASE messages are raised
+            together (``kernels.combine.present_rows``).
         KEPT_BYTES: bytes of a message's row in ``inter_node_kept``. STAGED_BY_ROW: staged rows are numbered by the row,
             else by the message.
     """
@@ -385,6 +400,9 @@ class CombineSpec(CommonSpec, regions=_COMBINE_REGIONS):
     STAGED_BY_ROW: bool
     COLLECTORS: int
     OWN_ROWS_STAY: int
+    PRESENT_ROWS: bool
+    MESSAGES_PER_RELEASE: int
+    ROWS_AHEAD: int
 
 
 @lru_cache(maxsize=256)  # a call would otherwise spend most of its host time here
@@ -416,12 +434,14 @@ def combine_spec(
     codec = None if home.format is None else home.format.codec()
     # A block of words has at least one element for each thread (``kernels.sync.signals``).
     least = threads_of(device) * 4 // cfg.combine_dtype.itemsize if most_small else 1
+    present = sums_present_rows(workspace, device, sums=sums)
     copies = 1 if workspace.inter_node_ranks and cfg.pre_reduce else regions["rows"].shape[0]  # one a token if staged
     return CombineSpec(
         **common(workspace, device), **CombineSpec.offsets(regions), HIDDEN_SIZE=cfg.hidden_size,
         PARTS_PER_ROW=workspace.combine_parts,
         PARTS_POW2=triton.next_power_of_2(workspace.combine_parts), REDUCES=reduce,
-        BLOCK_SIZE=min(max(triton.next_power_of_2(cfg.hidden_size), least), workspace.combine_block),
+        BLOCK_SIZE=min(max(triton.next_power_of_2(cfg.hidden_size), least), PRESENT_BYTES // cfg.combine_dtype.itemsize
+        if present else workspace.combine_block),
         SENDS_SUMS=sums, OPTIONS=combine_options(sums, by_row and tells_weighed), HAS_ROW_WEIGHTS=by_row,
         HAS_HOME_WEIGHTS=reduce and home_weights and not rank_layout and (local or not sums) and not by_row,
         ROWS_PER_TOKEN=copies, HAS_SHARED=shared, SLOTS_PER_MESSAGE=1 if rank_layout else cfg.topk,
@@ -435,4 +455,6 @@ def combine_spec(
         EVICTION="evict_first" if cfg.max_tokens_per_rank <= MANY_TOKENS else "",
         KEPT_BYTES=0 if workspace.two_level or not workspace.inter_node_ranks else regions["inter_node_kept"].shape[2],
         STAGED_BY_ROW=not cfg.pre_reduce, COLLECTORS=relaying_ctas(workspace, device), OWN_ROWS_STAY=0,
+        PRESENT_ROWS=present, MESSAGES_PER_RELEASE=MESSAGES_PER_RELEASE if present else 1,
+        ROWS_AHEAD=ROWS_AHEAD if present else 0,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from moelink.kernels.records import CombineNumbers, DispatchNumbers
 from moelink.memory.protocol import MAX_SENDERS, STATUS_OK
 from moelink.memory.workspace import Workspace
 from moelink.routing import shared_slice
-from moelink.tuning import FEW_MESSAGES_IN_PLACE, FEW_TOKENS, MANY_TOKENS
+from moelink.tuning import FEW_MESSAGES_IN_PLACE, FEW_SMS, FEW_TOKENS, MANY_TOKENS
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ def dispatch_launch(
     most = config.max_tokens_per_rank if max_tokens is None else max_tokens
     few, many = most <= FEW_TOKENS, most > MANY_TOKENS
     send = sms if few or encodes else 3 * sms // 5
+    if takes_numbers_in_turn(config) and most > FEW_TOKENS and not config.zero_copy:
+        return Launch(3 * sms, 3 * sms, maxnreg=80, resident=3)
     if config.zero_copy and (many or config.num_sms is None):
         send = 2 * sms if many else sms
     elif config.num_sms is not None:
@@ -133,6 +135,8 @@ def combine_launch(
     config = workspace.config
     ranks = 1 if config.mode == "allreduce" else config.world_size
     sms = config.num_sms or sm_count(device)
+    if sums_present_rows(workspace, device, sums=sums):
+        return Launch(4 * sms, 4 * sms, num_warps=4, maxnreg=128, resident=4)
     collectors = relaying_ctas(workspace, device)
     # Of five CTAs of an SM.
     senders = 4 if not sums or not workspace.lamport_tokens else 2 if config.layout == "rank" else 3
@@ -153,6 +157,25 @@ def combine_launch(
     else:
         send -= collectors
     return Launch(send, max(1, receive), num_warps=4, maxnreg=96, spread=spread, resident=5)
+
+
+def takes_numbers_in_turn(config: EPConfig) -> bool:
+    """Return whether the CTAs of a launch within an SM limit each take one number after the other
+    (``kernels.launch.sm_limit``): up to FEW_SMS SMs, in a communicator of more than FEW_TOKENS tokens per rank, whose
+    calls are long enough for a CTA that has sent to receive as well."""
+    return config.num_sms is not None and config.num_sms <= FEW_SMS and config.max_tokens_per_rank > FEW_TOKENS
+
+
+def sums_present_rows(workspace: Workspace, device: torch.device, *, sums: bool) -> bool:
+    """Return whether combine takes only the rows that are there (``kernels.combine.present_rows``): within an SM limit,
+    of more than FEW_TOKENS tokens (on CPUs, where all numbers are small, 5 or more), where ``sums`` of several rows
+    travel as they are, with flags, on one node."""
+    config = workspace.config
+    many = config.max_tokens_per_rank > (4 if device.type == "cpu" else FEW_TOKENS)
+    alone = workspace.inter_node_ranks == 0 and config.mode == "alltoall" and config.combine_format is None
+    whole = workspace.combine_parts == 1 and workspace.lamport_tokens == 0
+    few = config.num_sms is not None and config.num_sms <= FEW_SMS
+    return few and many and sums and alone and whole and config.layout != "rank"
 
 
 def relaying_ctas(workspace: Workspace, device: torch.device) -> int:

@@ -66,24 +66,61 @@ def take_number(words, programs, S: tl.constexpr):
     stays = is_used(words, S)
     if stays == 0:
         gone = tl.atomic_add(words + _LET_GO, 1, sem="relaxed", scope="gpu")
-        stays = (gone >= launched - programs).to(tl.int32)
+        stays = (gone >= launched - least_that_stay(programs, S)).to(tl.int32)
     if stays > 0:
-        number = tl.atomic_add(words, 1, sem="relaxed", scope="gpu")
-    if tl.atomic_add(words + _KNOWING, 1, sem="acq_rel", scope="gpu") == launched - 1:
-        for i0 in tl.static_range(0, _WORDS, 128):
-            i = i0 + tl.arange(0, 128)
-            tl.store(words + i, tl.zeros([128], tl.int32), mask=i < _WORDS)
+        number = next_number(words)
+    if not S.NUMBERS_IN_TURN:
+        leave(words)
     return number
 
 
 @triton.jit
-def number_of_cta(control, kind, programs, S: tl.constexpr):
-    """Return the number whose work this CTA does, of [0, ``programs``); a number outside means that it does nothing.
+def least_that_stay(programs, S: tl.constexpr):
+    """Return how many CTAs are not let go, at least."""
+    if S.NUMBERS_IN_TURN:
+        return tl.minimum(programs, S.NUM_SMS)
+    else:
+        return programs
 
-    It is called with an SM limit. ``kind``: which words of this rank are for this launch, [0, SM_LIMIT_KINDS).
-    """
-    words = (own_block(control, S) + S.OFFSET_SM_LIMIT).to(I32) + kind * _WORDS
-    return take_number(words, programs, S)
+
+@triton.jit
+def next_number(words):
+    """Take the next number."""
+    return tl.atomic_add(words, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def leave(words):
+    """Say that this CTA takes no more numbers. The last one to say so clears the ``words`` of the launch."""
+    if tl.atomic_add(words + _KNOWING, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        for i0 in tl.static_range(0, _WORDS, 128):
+            i = i0 + tl.arange(0, 128)
+            tl.store(words + i, tl.zeros([128], tl.int32), mask=i < _WORDS)
+
+
+@triton.jit
+def words_of(control, kind, S: tl.constexpr):
+    """Return the words of this rank for a launch of ``kind``, [0, SM_LIMIT_KINDS)."""
+    return (own_block(control, S) + S.OFFSET_SM_LIMIT).to(I32) + kind * _WORDS
+
+
+@triton.jit
+def run_numbers(work, arguments, words, programs, S: tl.constexpr):
+    """Do what this CTA has to do of ``work(number, *arguments, S)``, within an SM limit."""
+    number = take_number(words, programs, S)
+    if S.NUMBERS_IN_TURN:
+        while number < programs:
+            work(number, *arguments, S)
+            number = next_number(words)
+        leave(words)
+    else:
+        if number < programs:
+            work(number, *arguments, S)
+
+
+@triton.jit
+def _run_one(number, work, arguments, programs, S: tl.constexpr):
+    work(number, programs, *arguments, S)
 
 
 @triton.jit
@@ -93,9 +130,7 @@ def run_role(work, arguments, control, kind, programs, S: tl.constexpr):
     if S.NUM_SMS == 0:
         work(tl.program_id(0), programs, *arguments, S)
     else:
-        number = number_of_cta(control, kind, programs, S)
-        if number < programs:
-            work(number, programs, *arguments, S)
+        run_numbers(_run_one, (work, arguments, programs), words_of(control, kind, S), programs, S)
     allow_next_launch(S)
 
 
@@ -110,9 +145,9 @@ def run_roles(sends, sending, receives, receiving, control, kind, numbers, S: tl
     if S.NUM_SMS == 0:
         _run_either(tl.program_id(0), sends, sending, receives, receiving, numbers, S)
     else:
-        number = number_of_cta(control, kind, numbers.programs, S)
-        if number < numbers.programs:
-            _run_either(number, sends, sending, receives, receiving, numbers, S)
+        run_numbers(
+            _run_either, (sends, sending, receives, receiving, numbers), words_of(control, kind, S), numbers.programs, S
+        )
     allow_next_launch(S)
 
 
