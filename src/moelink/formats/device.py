@@ -138,17 +138,17 @@ def multiply_rows(x, divisor):
     """Return numbers whose e4m3 codes are those of fp32 [NG, GS] / fp32 [NG], for bf16 elements of which ``divisor`` is
     1/448 of the largest, or more.
 
-    The reciprocal of a divisor is the sum of two fp32 numbers, both above 0, exact to 2**-40. So the product with it, by
-    two instructions, is the quotient unless that is as close to the middle of two fp32 numbers, and its code is another
-    one only where that middle is half an ulp from one of two e4m3 codes. tests/formats/test_encoder_few.py has
-    every pair of an element and a largest element: none is. Zeros keep their sign, and inf stays inf, because neither
-    part is 0.
+    The reciprocal of a divisor is the sum of two fp32 numbers, both above 0, exact to 2**-40: a rough one (``/`` is off
+    by two ulps at most), made less by three ulps, and the rest. So the product with it, by two instructions, is the
+    quotient unless that is as close to the middle of two fp32 numbers, and its code is another one only where that
+    middle is half an ulp from one of two e4m3 codes. tests/formats/test_encoder_few.py has every pair of an element and
+    a largest element: none is. Zeros keep their sign, and inf stays inf, because neither part is 0.
 
-    Example: 1/3 is 0x3EAAAAAA, which is a little less, and 2**-25 / 1.5.
+    Example: 1/3 is about 0x3EAAAAAB, so it is 0x3EAAAAA8 and 8/3 ulps, of 2**-25 each.
     """
-    nearest = tl.math.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
-    below = as_float(as_int(nearest) - (tl.fma(nearest, -divisor, 1.0) <= 0.0).to(tl.int32))
-    rest = tl.fma(below, -divisor, 1.0) * nearest
+    rough = 1.0 / divisor
+    below = as_float(as_int(rough) - 3)
+    rest = tl.fma(below, -divisor, 1.0) * rough
     below = tl.broadcast_to(tl.expand_dims(below, 1), x.shape)
     return tl.fma(x, below, x * tl.broadcast_to(tl.expand_dims(rest, 1), x.shape))
 
