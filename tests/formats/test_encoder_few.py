@@ -1,4 +1,4 @@
-"""The encoder of few SMs: codes of products with a reciprocal in two parts are those of IEEE quotients, for all bf16."""
+"""The encoder of few SMs: codes of products with a reciprocal in two parts are those of quotients, for all bf16."""
 
 from __future__ import annotations
 

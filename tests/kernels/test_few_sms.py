@@ -47,8 +47,9 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         make = getattr(module, name)
 
         def limited(*args: Any, make: Any = make, **options: Any) -> Any:
+            spec = make(*args, **options)
             return dataclasses.replace(
-                make(*args, **options), NUM_SMS=2, NUMBERS_IN_TURN=True, SM_ID=lambda: interpreter_builder.grid_idx[0] % 3
+                spec, NUM_SMS=2, NUMBERS_IN_TURN=True, SM_ID=lambda: interpreter_builder.grid_idx[0] % 3
             )
 
         monkeypatch.setattr(module, name, limited)

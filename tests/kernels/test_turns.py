@@ -27,8 +27,11 @@ CROWDED = [3, 0, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2]
 """Two of them have room for one program only."""
 
 
-def launched(seed: int, where: list[int], *, programs: int, budget: int, launches: int = 2) -> list[int]:
-    """Where each number's work was done, in the last of some launches; each was done once in each of them."""
+def launched(
+    seed: int, where: list[int], *, programs: int, budget: int, launches: int = 2, in_turn: bool = False
+) -> list[int]:
+    """Where each number's work was done, in the last of some launches; each was done once in each of them. With
+    ``in_turn`` a CTA takes one number after the other."""
 
     def sm_id() -> int:
         return where[interpreter_builder.grid_idx[0]]
@@ -36,13 +39,13 @@ def launched(seed: int, where: list[int], *, programs: int, budget: int, launche
     words = torch.zeros(SM_LIMIT_WORDS, dtype=torch.int32)
     places = torch.full((programs,), -1, dtype=torch.int32)
     for _ in range(launches):
-        times = torch.zeros(len(where), dtype=torch.int32)
+        times = torch.zeros(max(programs, len(where)), dtype=torch.int32)
 
         def main(times: torch.Tensor = times) -> None:
-            note[(len(where),)](words, times, places, programs, S=Budget(budget, sm_id))
+            note[(len(where),)](words, times, places, programs, S=Budget(budget, sm_id, in_turn))
 
         Scheduler(seed).run([main])
-        assert times.tolist() == [1] * programs + [0] * (len(where) - programs)
+        assert times.tolist() == [1] * programs + [0] * (len(times) - programs)
         assert words.count_nonzero() == 0
     return places.tolist()
 
@@ -62,6 +65,17 @@ def test_every_number_is_taken_once_wherever_there_is_room(programs, budget):
         assert len(set(places)) <= budget or programs > 3 * budget
         launched(seed, CROWDED, programs=programs, budget=budget)
         launched(seed, [0] * 12, programs=programs, budget=budget)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 4])
+@pytest.mark.parametrize("programs", [1, 5, 12, 30])
+def test_numbers_in_turn_are_taken_once_and_within_the_limit(programs, budget):
+    """Also where there are more numbers than CTAs. However few CTAs find room there, as many as SMs do the work."""
+    for seed in range(4):
+        for where in (SPREAD, CROWDED):
+            places = launched(seed, where, programs=programs, budget=budget, in_turn=True)
+            assert len(set(places)) <= budget
+        launched(seed, [0] * 12, programs=programs, budget=budget, in_turn=True)
 
 
 def test_the_grid_of_a_budget():
@@ -85,9 +99,11 @@ def test_a_budget_holds_all_programs_of_a_launch(world_size, layout, num_sms, mo
         for encodes in (False, True):
             launch = cut.dispatch_launch(config, device, tokens, encodes=encodes)
             senders = 1 + TokenSplit.of(tokens, programs=launch.send, world_size=world_size).programs
-            assert 0 < launch.receive <= launch.resident * num_sms - senders
+            room = launch.resident * num_sms - (0 if cut.takes_numbers_in_turn(config) else senders)
+            assert 0 < launch.receive <= room
         launch = cut.combine_launch(Workspace(config), device, tokens, sums=True)
-        assert 0 < launch.receive <= launch.resident * num_sms - launch.send
+        present = cut.sums_present_rows(Workspace(config), device, sums=True)
+        assert 0 < launch.receive <= launch.resident * num_sms - (0 if present else launch.send)
         launch = cut.layout_launch(config, device)
         assert 0 < launch.receive <= launch.resident * num_sms
 

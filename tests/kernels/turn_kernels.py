@@ -22,7 +22,11 @@ class Budget:
 @triton.jit
 def note(words, times, places, programs, S: tl.constexpr):
     """Count how often each number is taken, and on which sm_id."""
-    number = turns.take_number(words, programs, S)
-    if number < programs:
-        tl.atomic_add(times + number, 1)
-        tl.store(places + number, turns.sm_id(S.SM_ID))
+    turns.run_numbers(note_number, (times, places), words, programs, S)
+
+
+@triton.jit
+def note_number(number, times, places, S: tl.constexpr):
+    """Note that ``number`` is taken, and where."""
+    tl.atomic_add(times + number, 1)
+    tl.store(places + number, turns.sm_id(S.SM_ID))

@@ -83,7 +83,8 @@ def bench(
     num_sms: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help="SMs that moelink may use, instead of the preset's; may be repeated. sms and roles keep full speed."
+            min=1,
+            help="SMs that moelink may use, instead of the preset's; may be repeated. sms and roles keep full speed.",
         ),
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per figure.")] = None,

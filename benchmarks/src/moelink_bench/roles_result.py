@@ -55,8 +55,8 @@ def rows_of(answers: Mapping[tuple[Case, str], Sequence[Mapping[str, Any]]], gb_
             rows.append({
                 "contender": contender, "layout": case.layout, "role": role, "W": case.ranks, "tokens": case.tokens,
                 "format": case.format, "hidden": case.hidden, "experts": case.experts, "topk": case.topk,
-                "num_sms": case.num_sms, "us": round(us, 3), "rounds": [round(each, 3) for each in times], "bytes": moved,
-                "share": round(moved / us / 1e3 / gb_per_s, 4),
+                "num_sms": case.num_sms, "us": round(us, 3), "rounds": [round(each, 3) for each in times],
+                "bytes": moved, "share": round(moved / us / 1e3 / gb_per_s, 4),
             })  # fmt: skip
     return rows
 

@@ -39,8 +39,8 @@ class Codec:
 
     NATIVE False uses integer operations in place of narrow casts: the same bits under the stock interpreter and on
     every GPU. NATIVE True uses the conversions of NVIDIA GPUs from sm_89, with the same bits; NATIVE 2 is for elements
-    that are all exact in bf16, and NATIVE 3 the same with fewer instructions and more registers. Copy rows that are already in a plain format's own dtype as bytes, because the codec
-    alters NaN payloads.
+    that are all exact in bf16, and NATIVE 3 for these with fewer instructions and more registers. Copy rows that are
+    already in a plain format's own dtype as bytes, because the codec alters NaN payloads.
 
     Attributes:
         GROUP: elements that are encoded together (``Format.group``).

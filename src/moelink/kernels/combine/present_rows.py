@@ -168,11 +168,12 @@ def own_row_numbers(notes, slots, j, me, S: tl.constexpr):
 
 
 @triton.jit
-def gather_present_rows(ok, ctx, inputs, outputs, notes, numbers, brought, choices, program, num_programs, S: tl.constexpr):
-    """Store the results of every ``num_programs``-th token, from ``program``, of two ranks whose own rows stay.
+def gather_present_rows(ctx, inputs, outputs, notes, numbers, brought, choices, share, S: tl.constexpr):
+    """Store the results of a ``share`` of the tokens of two ranks whose own rows stay: every ``share.lanes``-th.
 
-    Waits for the other rank's rows of S.MESSAGES_PER_RELEASE tokens at a time. Returns ``ok``, or how a wait ended.
+    Waits for the other rank's rows of S.MESSAGES_PER_RELEASE tokens at a time. Returns OK, TIMED_OUT or POISONED.
     """
+    ok = tl.full([], 1, tl.int32)
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     b = tl.arange(0, S.MESSAGES_PER_RELEASE)
     c = tl.arange(0, S.BLOCK_SIZE)
@@ -180,10 +181,10 @@ def gather_present_rows(ok, ctx, inputs, outputs, notes, numbers, brought, choic
     poison = (mine + S.OFFSET_POISON).to(I64)
     other = (ctx.me + 1) % S.WORLD_SIZE
     arrived = (mine + S.OFFSET_COMBINE_FLAG).to(I64) + other * S.MAX_TOKENS
-    step = num_programs * S.MESSAGES_PER_RELEASE
-    tokens = program + b * num_programs
+    step = share.lanes * S.MESSAGES_PER_RELEASE
+    tokens = share.lane + b * share.lanes
     slots = slots_of_tokens(ctx, notes.slot_of, tokens, numbers.num_tokens, brought, choices, S)
-    for first in range(program, numbers.num_tokens, step):
+    for first in range(share.lane, numbers.num_tokens, step):
         following = slots_of_tokens(ctx, notes.slot_of, tokens + step, numbers.num_tokens, brought, choices, S)
         awaited = tl.max(tl.where((r == other)[None, :], slots, -1), 1)
         if ok > 0:
@@ -193,9 +194,9 @@ def gather_present_rows(ok, ctx, inputs, outputs, notes, numbers, brought, choic
             report_failure(ok, ctx, other, _PHASE, ctx.call, got, S)
         if ok > 0:
             rows = own_row_numbers(notes, slots, 0, ctx.me, S)
-            for j in range(0, tl.minimum(tl.cdiv(numbers.num_tokens - first, num_programs), S.MESSAGES_PER_RELEASE)):
+            for j in range(0, tl.minimum(tl.cdiv(numbers.num_tokens - first, share.lanes), S.MESSAGES_PER_RELEASE)):
                 next_rows = own_row_numbers(notes, slots, j + 1, ctx.me, S)
-                token = first + j * num_programs
+                token = first + j * share.lanes
                 comes = tl.max(tl.where(b == j, awaited, -1), 0) >= 0
                 nth, there = present_of(rows, numbers.y_rows)
                 row = mine + S.OFFSET_ROWS + tl.cast(other * S.MAX_TOKENS + token, tl.int64) * S.ROW_BYTES

@@ -28,7 +28,7 @@ from moelink.kernels.combine.row_format import row_columns
 from moelink.kernels.combine.single_rows import rows_here, sum_or_store_rows
 from moelink.kernels.nodes.level_rows import sum_of_levels
 from moelink.kernels.nodes.levels import after_relaying
-from moelink.kernels.records import Piece
+from moelink.kernels.records import Lane, Piece
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.dependent_launch import allow_next_launch
 from moelink.kernels.sync.lamport_slots import is_small, sender_at, sum_rows
@@ -167,15 +167,15 @@ def gather_home(program, num_programs, peers, inputs, outputs, notes, numbers, S
     step = tl.maximum(num_programs - spare, 1)
     first = tl.where(program < spare, items, program - spare)
     if S.PRESENT_ROWS and S.OWN_ROWS_STAY:
-        ok = gather_present_rows(
-            ok, ctx, inputs, outputs, notes, numbers, brought, choices, program, num_programs, S
-        )  # fmt: skip
+        if ok > 0:
+            share = Lane(program, num_programs)
+            ok = gather_present_rows(ctx, inputs, outputs, notes, numbers, brought, choices, share, S)
     else:
         for i in range(first, items, step):
             token = i // parts
             if ok > 0:
                 slots = awaited_slots(ctx, notes, token, brought, choices, S)
-                piece = Piece(i % parts, parts, (i + step >= items) & (not S.TWO_LEVEL))
+                piece = Piece(i % parts, parts, (i + step >= items) & (not (S.TWO_LEVEL or S.NUMBERS_IN_TURN)))
                 ok = gather_token(ctx, inputs, slots, notes, outputs, numbers, token, piece, S)
     ok = after_relaying(ok, brought & (program == 0), ctx, _COLLECTED, _PHASE, S)
     if not S.ALLREDUCE:

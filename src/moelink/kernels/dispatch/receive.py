@@ -326,7 +326,7 @@ def receive_by(steps, ok, ctx, program, num_programs, outputs, notes, cached, nu
             if pad >= 0:
                 write_padding(outputs, messages, groups, numbers, pad, pads, S)
             while (ok > 0) & (number >= 0) & (source < S.WORLD_SIZE):
-                is_last = (source + others >= S.WORLD_SIZE) & (not S.TWO_LEVEL)
+                is_last = (source + others >= S.WORLD_SIZE) & (not (S.TWO_LEVEL or S.NUMBERS_IN_TURN))
                 known = Source(source, count, programs, most, before, own, is_last)
                 place = steps.destination(ctx.control, known, groups, S)
                 share = share_of(source, others, number, S)

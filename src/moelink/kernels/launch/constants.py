@@ -128,7 +128,8 @@ def common(workspace: Workspace, device: torch.device) -> dict[str, Any]:
         EXPERTS_PER_RANK=cfg.num_experts // cfg.world_size, EXTRA_EXPERTS=cfg.num_experts % cfg.world_size,
         TOPK=cfg.topk, TOPK_POW2=power(cfg.topk), MAX_TOKENS=max(1, cfg.max_tokens_per_rank),
         ALLREDUCE=cfg.mode == "allreduce", FUSED_SHARED_EXPERT=int(cfg.fused_shared_expert),
-        NATIVE_CASTS=has_native_casts(device), CLOCK=clock_of(device), NUM_SMS=sm_limit_of(cfg, device), SM_ID="ptx", NUMBERS_IN_TURN=takes_numbers_in_turn(cfg),
+        NATIVE_CASTS=has_native_casts(device), CLOCK=clock_of(device), NUM_SMS=sm_limit_of(cfg, device), SM_ID="ptx",
+        NUMBERS_IN_TURN=takes_numbers_in_turn(cfg),
         DEPENDENT_LAUNCH=has_dependent_launches(device),
         NODE_SIZE=workspace.node_size, NODE_SIZE_POW2=power(workspace.node_size), NODES=ranks // workspace.node_size,
         TWO_LEVEL=workspace.two_level, NETWORK="" if workspace.inter_node_ranks == 0 else "ring" if device.type == "cpu"
@@ -152,7 +153,8 @@ class DispatchSpec(CommonSpec, RelayConstants, regions=_DISPATCH_REGIONS):
             of CONVERT.
         ENCODE_FN, GROUP_SIZE, NUM_SCALE_GROUPS, GROUPS_PER_PIECE, GROUP_BYTES: for ENCODE: the function, elements that
             share a scale (a row rounded up to a power of two), such groups of a row, groups at a time, payload bytes of
-            a group. BF16_CASTS: NATIVE of bf16 elements (``formats.device``). GROUP_SCALE_POINTER, GROUP_SCALES: of one group's scale; scales that fill the row's SCALE_WIDTH.
+            a group. BF16_CASTS: NATIVE of bf16 elements (``formats.device``). GROUP_SCALE_POINTER, GROUP_SCALES: of one
+            group's scale; scales that fill the row's SCALE_WIDTH.
         HAS_INPUT_SCALE: there is a global input scale. PIECES_PER_ROW: pieces in which a row is read and stored.
         SCALE_WIDTH, SCALE_DTYPE, SCALE_POINTER: scales of a row, and their integer type. SCALE_LAYOUT: their layout in
             the output. SCALES_LATER: a later launch, the scale kernel, writes them in that layout. PADS_TILES: the
@@ -314,8 +316,8 @@ def dispatch_spec(
         POLL_WIDTH=experts if cached else look, SOURCE=source,
         WORD_POINTER=tl.pointer_type(word), ROW_WORDS=nbytes // word_bytes, BLOCK_SIZE=block,
         INPUT_DTYPE=TRITON_DTYPES.get(input_dtype, tl.uint8), ROW_DTYPE=payload, ROW_POINTER=tl.pointer_type(payload),
-        HIDDEN_SIZE=hidden, ENCODE_FN=codec.encode if codec else None, BF16_CASTS=3 if takes_numbers_in_turn(cfg) else 2,
-        HAS_INPUT_SCALE=input_scale,
+        HIDDEN_SIZE=hidden, ENCODE_FN=codec.encode if codec else None, HAS_INPUT_SCALE=input_scale,
+        BF16_CASTS=3 if takes_numbers_in_turn(cfg) else 2,
         GROUP_SIZE=group, NUM_SCALE_GROUPS=groups, GROUPS_PER_PIECE=group_block, GROUP_BYTES=group * nbytes // hidden,
         GROUP_SCALES=group_scales, GROUP_SCALE_POINTER=tl.pointer_type(_WORDS.get(one, tl.uint8)), EVICTION=
         "evict_first" if most > FEW_TOKENS else "", MESSAGES_PER_STEP=gather, PIECES_PER_ROW=-(-max(groups,
