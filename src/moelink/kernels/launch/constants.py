@@ -266,6 +266,8 @@ def dispatch_spec(
     ``quantized``: the rows are of the format itself, with scales beside them. ``cached``: the dispatch uses cached
     routing. ``later``: a later launch may write the scales in their layout.
     """
+    if takes_numbers_in_turn(workspace.config):
+        max_block //= 2  # for CTAs of half as many warps
     cfg, regions = workspace.config, workspace.regions
     fmt, hidden, power, message = cfg.format, cfg.hidden_size, triton.next_power_of_2, workspace.message
     source = _source(fmt, input_dtype, quantized)

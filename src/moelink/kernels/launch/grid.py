@@ -90,7 +90,7 @@ def dispatch_launch(
     few, many = most <= FEW_TOKENS, most > MANY_TOKENS
     send = sms if few or encodes else 3 * sms // 5
     if takes_numbers_in_turn(config) and most > FEW_TOKENS and not config.zero_copy:
-        return Launch(3 * sms, 3 * sms, maxnreg=80, resident=3)
+        return Launch(6 * sms, 6 * sms, num_warps=4, maxnreg=80, resident=6)
     if config.zero_copy and (many or config.num_sms is None):
         send = 2 * sms if many else sms
     elif config.num_sms is not None:
