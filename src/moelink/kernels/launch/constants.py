@@ -266,8 +266,8 @@ def dispatch_spec(
     ``quantized``: the rows are of the format itself, with scales beside them. ``cached``: the dispatch uses cached
     routing. ``later``: a later launch may write the scales in their layout.
     """
-    if takes_numbers_in_turn(workspace.config):
-        max_block //= 2  # for CTAs of half as many warps
+    half = 2 if takes_numbers_in_turn(workspace.config) else 1  # CTAs of half as many warps hold half as much
+    max_block //= half
     cfg, regions = workspace.config, workspace.regions
     fmt, hidden, power, message = cfg.format, cfg.hidden_size, triton.next_power_of_2, workspace.message
     source = _source(fmt, input_dtype, quantized)
@@ -292,9 +292,9 @@ def dispatch_spec(
         batch, gather, alone, counted = 2, 2, 3 if many else 0, (2, 16, 16 if workspace.senders_count_pairs else 4)
     else:
         per_token = power(cfg.topk)
-        every = min(max(1, 1024 // per_token), power(max(1, most)))
+        every = min(max(1, 1024 // half // per_token), power(max(1, most)))
         messages = message_block(cfg, workspace.world_size)
-        counted = max(1, 256 // per_token), every, every if workspace.senders_count_pairs else messages
+        counted = max(1, 256 // half // per_token), every, every if workspace.senders_count_pairs else messages
         many = most > MANY_TOKENS
         batch = min(8 if cfg.zero_copy and not many else 4, power(max(1, most // 128)))
         gather, alone = 4 if many else 1, 0 if many else COUNTED_ALONE
@@ -334,7 +334,7 @@ def dispatch_spec(
         OPTIONS=dispatch_options(weights, cached),
         WEIGHT_POINTER=tl.pointer_type(TRITON_DTYPES[cfg.weight_dtype]),
         ROWS_PER_MESSAGE_POW2=power(rows), TOKENS_PER_BATCH=batch, MAX_TOKENS_ALONE=alone, MAX_SENDERS=MAX_SENDERS,
-        SENDERS_PER_STEP=min(MAX_SENDERS, power(max(1, (8192 if workspace.senders_count_pairs else 4096) //
+        SENDERS_PER_STEP=min(MAX_SENDERS, power(max(1, (8192 if workspace.senders_count_pairs else 4096) // half //
         workspace.block_counts_width))), MESSAGE_BYTES=workspace.message_bytes,
         **{f"MESSAGE_{part.name.upper()}": part.offset for part in message if part.name != "payload"},
         NUM_GROUPS_POW2=power(max(workspace.max_local_experts + 1, cfg.world_size) + 1),
