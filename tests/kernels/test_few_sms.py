@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
 import moelink.memory.workspace as workspaces
+from moelink.kernels.combine.present_rows import nth_row, present_of
 from moelink.kernels.launch import grid
 from moelink.kernels.launch.constants import combine_spec, dispatch_spec
 from moelink.kernels.launch.grid import Launch
@@ -19,7 +22,7 @@ from moelink.transports.symmetric import combine as combining
 from moelink.transports.symmetric import plans as dispatching
 from moelink.transports.symmetric import rank as ranks
 from tests.support.cases import Setup
-from tests.support.protocol_runs import run, scenarios
+from tests.support.protocol_runs import Many, run, scenarios
 from tests.tiers import seeds
 
 SIZES = (("max_tokens_per_rank", 7), ("hidden_size", 8), ("num_sms", 2))
@@ -82,3 +85,32 @@ def test_three_ranks_on_few_sms(seeds: Any) -> None:
 def test_the_form_of_few_sms_is_what_these_tests_run() -> None:
     workspace = workspaces.Workspace(KINDS["two ranks"].config(2))
     assert grid.sums_present_rows(workspace, torch.device("cpu"), sums=True)
+
+
+@pytest.mark.usefixtures("few")
+@seeds(2, 12)
+def test_flags_follow_rows(monkeypatch: pytest.MonkeyPatch, seeds: Any) -> None:
+    """One sender, which releases the flags of seven messages together, and two CTAs that wait for several tokens."""
+    monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(1, 2, resident=2))
+    for seed in seeds:
+        run(seed, [Many(KINDS["two ranks"], "uniform", seed=9, tokens=(7, 6))])
+
+
+@triton.jit
+def _present(rows, out, y_rows, N: tl.constexpr):
+    n = tl.arange(0, N)
+    given = tl.load(rows + n)
+    nth, count = present_of(given, y_rows)
+    tl.store(out + n, nth)
+    tl.store(out + N, count)
+    for i in range(N):
+        tl.store(out + N + 1 + i, nth_row(given, nth, i))
+
+
+def test_present_rows_by_example() -> None:
+    """As the file says; and a row past the last one is not there."""
+    out = torch.zeros(9, dtype=torch.int32)
+    _present[(1,)](torch.tensor([4, -1, 9, -2], dtype=torch.int32), out, 10, N=4)
+    assert out.tolist() == [0, -1, 1, -1, 2, 4, 9, -1, -1]
+    _present[(1,)](torch.tensor([4, -1, 9, 2], dtype=torch.int32), out, 9, N=4)
+    assert out.tolist() == [0, -1, -1, 1, 2, 4, 2, -1, -1]
