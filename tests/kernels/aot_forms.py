@@ -324,7 +324,13 @@ DISPATCH_WANTED = (
     {"launch": "async", "nodes": "two levels", "cached": True},
     {"launch": "async", "nodes": "two levels", "cached": False},
 )
-COMBINE_WANTED = ({"own_rows": "sums", "topk": 3}, {"own_rows": "sums", "topk": 6})
+COMBINE_WANTED = (
+    {"own_rows": "sums", "topk": 3, "num_sms": None},
+    {"own_rows": "sums", "topk": 6, "num_sms": None},
+    # On few SMs only the rows that are there are summed.
+    {"own_rows": "sums", "num_sms": 24, "dtype": torch.bfloat16, "weights": "rows"},
+    {"own_rows": "sums", "num_sms": 24, "dtype": torch.float32, "weights": "none"},
+)
 """Three values and more that decide together: found by statements that were in no form."""
 
 

@@ -4,8 +4,8 @@ A message fills some of its token's top-k slots; on two ranks half of them, on e
 memory is the bound, and a slot without a row costs only instructions. Few SMs are bound by instructions and by the
 latencies of a CTA's one message after the other. So here (S.PRESENT_ROWS)
 
-* a CTA takes only the slots that have a row, one after the other, and all columns of it at once. It loads each row
-  while it adds the one before. An absent slot would add +0 to a sum that began at +0, which changes no bit;
+* a CTA takes only the slots that have a row, one after the other, and all columns of it at once, while the rows behind
+  it are on their way to shared memory. An absent slot would add +0 to a sum that began at +0, which changes no bit;
 * a sender loads the row numbers of its next message beside the rows of this one, and raises the flags of
   S.MESSAGES_PER_RELEASE messages by one release (``signals.publish``), because a release waits until all stores before
   it have arrived. Whoever waits for one of these flags waits a little longer, and for nothing else than before;
@@ -66,15 +66,13 @@ def load_row_numbers(rows_of_message, message, there, S: tl.constexpr):
 
 
 @triton.jit
-def load_weights(row_weights, home_weights, rows, nth, S: tl.constexpr):
-    """Load the weights [slots] of ``rows`` that are there: of the rows, or of the token's slots at ``home_weights``."""
-    k = tl.arange(0, S.TOPK_POW2)
+def load_weights(row_weights, present, S: tl.constexpr):
+    """Load the weights [slots] of rows that are ``present``; undefined without row weights. Home weights never meet
+    sums that travel."""
     if S.HAS_ROW_WEIGHTS:
-        return tl.load(row_weights + rows, mask=nth >= 0, other=0.0)
-    elif S.HAS_HOME_WEIGHTS:
-        return tl.load(home_weights + k, mask=nth >= 0, other=0.0)
+        return tl.load(row_weights + present.rows, mask=present.nth >= 0, other=0.0)
     else:
-        return k
+        return present.nth
 
 
 @triton.jit
@@ -96,15 +94,15 @@ def load_columns(y, row, c0, S: tl.constexpr):
 
 
 @triton.jit
-def sum_present(y, row_weights, home_weights, present, c0, S: tl.constexpr):
+def sum_present(y, row_weights, present, c0, S: tl.constexpr):
     """Sum columns [c0, c0 + S.BLOCK_SIZE) of the ``present`` rows of ``y``, in slot order, in S.SUM_DTYPE. Rows that
     follow are copied to shared memory meanwhile."""
-    weights = load_weights(row_weights, home_weights, present.rows, present.nth, S)
+    weights = load_weights(row_weights, present, S)
     total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
     for n in tl.range(0, present.count, num_stages=S.ROWS_AHEAD):
         row = nth_row(present.rows, present.nth, n)
         part = load_columns(y, row, c0, S)
-        if S.HAS_ROW_WEIGHTS or S.HAS_HOME_WEIGHTS:
+        if S.HAS_ROW_WEIGHTS:
             part = part * tl.sum(tl.where(present.nth == n, weights, 0.0), 0)
         total += part
     return total
@@ -134,9 +132,7 @@ def send_present_rows(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.cons
             address = block + S.OFFSET_ROWS + tl.cast(ctx.me * S.MAX_TOKENS + token, tl.int64) * S.ROW_BYTES
             to = tl.multiple_of(address.to(S.ROW_POINTER), 16)
             for c0 in tl.static_range(0, S.HIDDEN_SIZE, S.BLOCK_SIZE):
-                total = sum_present(
-                    inputs.y, inputs.row_weights, inputs.row_weights, Present(rows, nth, there), c0, S
-                )
+                total = sum_present(inputs.y, inputs.row_weights, Present(rows, nth, there), c0, S)
                 rounded = round_to(total, S.ROW_DTYPE, S.NATIVE_CASTS)
                 tl.store(to + c0 + c, rounded, mask=only(valid, c0 + c < S.HIDDEN_SIZE))
             stamp_first(ctx, FIRST_STORE, S)
@@ -201,10 +197,7 @@ def gather_present_rows(ctx, inputs, outputs, notes, numbers, brought, choices, 
                 nth, there = present_of(rows, numbers.y_rows)
                 row = mine + S.OFFSET_ROWS + tl.cast(other * S.MAX_TOKENS + token, tl.int64) * S.ROW_BYTES
                 for c0 in tl.static_range(0, S.HIDDEN_SIZE, S.BLOCK_SIZE):
-                    own = sum_present(
-                        inputs.y, inputs.row_weights, inputs.home_weights + token * S.TOPK, Present(rows, nth, there),
-                        c0, S,
-                    )  # fmt: skip
+                    own = sum_present(inputs.y, inputs.row_weights, Present(rows, nth, there), c0, S)
                     own = round_to(own, S.ROW_DTYPE, S.NATIVE_CASTS).to(S.SUM_DTYPE)
                     total = 0.0 + row_columns(tl.multiple_of(row.to(S.ROW_POINTER), 16), c0, comes, S) + own
                     finish(total, outputs, inputs, token, c0 + c, numbers, S)

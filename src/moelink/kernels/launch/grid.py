@@ -81,6 +81,9 @@ def dispatch_launch(
     Where rows stay in the messages (``zero_copy``) a receiver reads only headers, of several messages at a time, and
     leaves the SMs to the senders: one sender per SM, two beyond MANY_TOKENS, and one receiver, or with few tokens one
     for every FEW_MESSAGES_IN_PLACE messages.
+
+    Where CTAs take numbers in turn (:func:`takes_numbers_in_turn`), either role has all CTAs that the SMs hold, six of
+    4 warps each, because an SM is then bound by the latencies of its CTAs.
     """
     if device.type == "cpu":
         return Launch(2, 2)
@@ -129,6 +132,9 @@ def combine_launch(
     senders only copy, two send and three sum. If ``own_rows_stay`` (``kernels.combine.own_rows``), two send and three
     sum, and where sums need no flags 1.25 send; of few tokens, as many as the messages that travel, or as their parts
     up to three for each SM.
+
+    Where only present rows are summed (:func:`sums_present_rows`), either role has all CTAs that the SMs hold, four of
+    4 warps and 128 registers each, because a thread holds 64 columns.
     """
     if device.type == "cpu":
         return Launch(3, 3)
