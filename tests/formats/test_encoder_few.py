@@ -14,7 +14,8 @@ F32 = np.float32
 def codes(quotients: np.ndarray) -> np.ndarray:
     """e4m3 codes, saturating, of fp32 numbers."""
     values = torch.from_numpy(np.clip(quotients, F32(-448), F32(448)))
-    return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    found: np.ndarray = values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return found
 
 
 def scale_of(largest: np.ndarray) -> np.ndarray:
@@ -33,7 +34,8 @@ def parts_of(divisor: np.ndarray, off: int = 0) -> tuple[np.ndarray, np.ndarray]
 
 def products(x: np.ndarray, below: np.ndarray, rest: np.ndarray) -> np.ndarray:
     """``fma(x, below, x * rest)``: 64 bits of significand hold the sum exactly."""
-    return (x.astype(np.longdouble) * below + x * rest).astype(np.float32)
+    found: np.ndarray = (x.astype(np.longdouble) * below + x * rest).astype(np.float32)
+    return found
 
 
 @pytest.mark.parametrize("off", range(-2, 3))

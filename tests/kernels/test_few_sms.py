@@ -91,13 +91,13 @@ def test_the_form_of_few_sms_is_what_these_tests_run() -> None:
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("seed", [2, 10])
 def test_flags_follow_rows(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Two senders, which release the flags of several messages together, and a home CTA that waits for both at a time."""
+    """Two senders, which release flags of several messages together, and a home CTA that waits for both at a time."""
     monkeypatch.setattr(combining, "combine_launch", lambda *args, **options: Launch(2, 1, resident=2))
     run(seed, [Many(KINDS["two ranks"], "uniform", seed=9, tokens=(7, 6))])
 
 
-@triton.jit
-def _present(rows, out, y_rows, N: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def _present(rows, out, y_rows, N: tl.constexpr):  # type: ignore[no-untyped-def]
     n = tl.arange(0, N)
     given = tl.load(rows + n)
     nth, count = present_of(given, y_rows)
