@@ -20,7 +20,8 @@ def codes(quotients: np.ndarray) -> np.ndarray:
 
 def scale_of(largest: np.ndarray) -> np.ndarray:
     """What ``encode_fp32_scale`` divides by, fp32."""
-    return np.maximum(largest, F32(1e-4)) / F32(448.0)
+    found: np.ndarray = np.maximum(largest, F32(1e-4)) / F32(448.0)
+    return found
 
 
 def parts_of(divisor: np.ndarray, off: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -19,13 +19,13 @@ ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_be
 
 BUDGET = {
     ".": 4004,
-    "formats": 1295,
+    "formats": 1317,
     "reference": 899,
     "memory": 2221,
     "memory/nodes": 854,
     "control": 3972,
-    "kernels": 706,
-    "kernels/combine": 1225,
+    "kernels": 720,
+    "kernels/combine": 1442,
     "kernels/dispatch": 3148,
     "kernels/launch": 2118,
     "kernels/nodes": 1182,
@@ -49,7 +49,9 @@ BUDGET = {
     "tools/trace": 234,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-BUDGET_OF_BENCH = {".": 10530, "layer": 1633, "frameworks": 1009}
+    ".": 10530,
+    "layer": 1633,
+    "frameworks": 1009,
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""
