@@ -55,7 +55,7 @@ PRESENT_BYTES = 1 << 14
 """Most bytes of a row that a CTA of combine handles at a time within an SM limit (``kernels.combine.present_rows``).
 Combine, *Few SMs*."""
 
-ROWS_AHEAD = 4
+ROWS_AHEAD = 3
 """Rows that are on their way at a time there, the one that is added included."""
 
 GLUON_ROWS = 256

@@ -99,7 +99,8 @@ def test_a_budget_holds_all_programs_of_a_launch(world_size, layout, num_sms, mo
         for encodes in (False, True):
             launch = cut.dispatch_launch(config, device, tokens, encodes=encodes)
             senders = 1 + TokenSplit.of(tokens, programs=launch.send, world_size=world_size).programs
-            room = launch.resident * num_sms - (0 if cut.takes_numbers_in_turn(config) else senders)
+            in_turn = cut.takes_numbers_in_turn(config)
+            room = 2 * launch.resident * num_sms if in_turn else launch.resident * num_sms - senders
             assert 0 < launch.receive <= room
         launch = cut.combine_launch(Workspace(config), device, tokens, sums=True)
         present = cut.sums_present_rows(Workspace(config), device, sums=True)

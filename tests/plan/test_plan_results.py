@@ -124,6 +124,7 @@ COMPARED: dict[str, tuple[Compare, float]] = {
     "formats_after_2xh100.json": (of_bench, 46),
     "skew_2xh200.json": (of_bench, 15),
     "sms_2xh200.json": (of_bench, 10),
+    "sms_few_2xh200.json": (of_bench, 10),
     "sms_2xh100.json": (of_bench, 14),
     "sms_4xh100.json": (of_bench, 13),
     "pairs_2xh200.json": (of_pairs, 32),

@@ -83,7 +83,8 @@ def dispatch_launch(
     for every FEW_MESSAGES_IN_PLACE messages.
 
     Where CTAs take numbers in turn (:func:`takes_numbers_in_turn`), either role has all CTAs that the SMs hold, six of
-    4 warps each, because an SM is then bound by the latencies of its CTAs.
+    4 warps each, because an SM is then bound by the latencies of its CTAs. There are twice as many shares of messages,
+    so that CTAs end at about the same time.
     """
     if device.type == "cpu":
         return Launch(2, 2)
@@ -93,7 +94,7 @@ def dispatch_launch(
     few, many = most <= FEW_TOKENS, most > MANY_TOKENS
     send = sms if few or encodes else 3 * sms // 5
     if takes_numbers_in_turn(config) and most > FEW_TOKENS and not config.zero_copy:
-        return Launch(6 * sms, 6 * sms, num_warps=4, maxnreg=80, resident=6)
+        return Launch(6 * sms, 12 * sms, num_warps=4, maxnreg=80, resident=6)
     if config.zero_copy and (many or config.num_sms is None):
         send = 2 * sms if many else sms
     elif config.num_sms is not None:
