@@ -18,23 +18,23 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 4004,
+    ".": 4036,
     "formats": 1317,
     "reference": 899,
-    "memory": 2221,
+    "memory": 2479,
     "memory/nodes": 854,
     "control": 3972,
     "kernels": 720,
     "kernels/combine": 1442,
     "kernels/dispatch": 3148,
-    "kernels/launch": 2118,
+    "kernels/launch": 2220,
     "kernels/nodes": 1182,
     "kernels/sync": 1306,
     "rows": 2977,
-    "transports": 1976,
+    "transports": 1988,
     "transports/collective": 1829,
     "transports/symmetric": 2146,
-    "contract": 2422,
+    "contract": 2431,
     "ops": 1766,
     "nn": 4594,
     "integrations": 4417,
@@ -49,9 +49,11 @@ BUDGET = {
     "tools/trace": 234,
 }
 """Most lines of each room; "." are the files beside the rooms."""
-    ".": 10530,
+BUDGET_OF_BENCH = {
+    ".": 10722,
     "layer": 1633,
     "frameworks": 1009,
+}
 """Those of the distribution moelink-bench."""
 SLACK, SHARE = 60, 0.03
 """A room may have this many lines less than its row, or this part of the row, whichever is more."""
