@@ -91,9 +91,9 @@ def of_transcript(document: dict[str, Any], rows: list[dict[str, Any]]) -> Itera
 
 
 def of_pairs(document: dict[str, Any], file: str) -> Iterator[Error]:
-    """The newest of the file's four commits."""
-    newest = document["rows"][-1]["commit"]
-    return of_transcript(document, [row for row in document["rows"] if row["commit"] == newest])
+    """The newest commit of those of the file's rows, which else have none."""
+    newest = document["rows"][-1].get("commit")
+    return of_transcript(document, [row for row in document["rows"] if row.get("commit") == newest])
 
 
 def of_sweep(document: dict[str, Any], file: str) -> Iterator[Error]:
@@ -124,10 +124,12 @@ COMPARED: dict[str, tuple[Compare, float]] = {
     "formats_after_2xh100.json": (of_bench, 46),
     "skew_2xh200.json": (of_bench, 15),
     "sms_2xh200.json": (of_bench, 10),
-    "sms_few_2xh200.json": (of_bench, 10),
+    "sms_few_2xh200.json": (of_bench, 11),
     "sms_2xh100.json": (of_bench, 14),
     "sms_4xh100.json": (of_bench, 13),
     "pairs_2xh200.json": (of_pairs, 32),
+    "pairs_house_before_2xh200.json": (of_pairs, 20),
+    "pairs_house_2xh200.json": (of_pairs, 21),
     "sweep_bf16_2xh200.json": (of_sweep, 35),
     "sweep_fp8_2xh200.json": (of_sweep, 42),
     "experts_h200.json": (of_experts, 26),
@@ -136,8 +138,8 @@ COMPARED: dict[str, tuple[Compare, float]] = {
     "layer_1xh200.json": (of_layer, 30),
     "layer_2xh100.json": (of_layer, 30),
     "layer_before_2xh200.json": (of_layer, 26),
-    "layer_qwen3_2xh200.json": (of_layer, 23),
-    "layer_deepseek_v3_2xh200.json": (of_layer, 19),
+    "layer_qwen3_2xh200.json": (of_layer, 43),
+    "layer_deepseek_v3_2xh200.json": (of_layer, 26),
     "experts_gluon_h200.json": (of_experts, 26),
 }
 """By file: how, and the tolerance in per cent."""
@@ -156,6 +158,9 @@ NOT_COMPARED = {
     "launchers": KERNEL,
     "router": KERNEL,
     "host_time": HOST,
+    "layer_host_time": HOST,
+    "startup": "compiling, which the plan leaves out",
+    "training": "gradients and their library calls, which the plan leaves out",
     "ops_overhead": HOST,
     "membership": "pauses between calls, which the plan leaves out",
     "quotients": "counts of roundings, no time",

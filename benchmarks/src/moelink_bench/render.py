@@ -39,6 +39,8 @@ COMMAND = "python -m moelink_bench.render"
 SHOWN = (BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK)
 """Benchmarks whose results on GPUs are shown whole."""
 README_ROWS = ("1 token, fp8_block128", "128 tokens, fp8_block128", "4096 tokens, fp8_block128")
+README_LAYER = "layer_deepseek_v3_2xh200.json"
+"""Of the most GPUs for which there is a result."""
 README_LAYERS = ("DeepSeek-V3, 1 token", "DeepSeek-V3, 128 tokens", "DeepSeek-V3, 4096 tokens")
 PAIRS = COLUMNS[:3]
 """Comparisons of pairs. Those of parts have a table of their own, so that phones show both."""
@@ -376,7 +378,7 @@ def rendered() -> dict[Path, str]:
     costs = "\n\n".join(wrapped(host.overhead_of(each)) for _, each in host.results(host.OPERATORS_BENCHMARK))
     speed = between(speed, "host", times)
     return {
-        readme: between(start, "layer", layer_summary([with_cases(one, README_LAYERS) for one in by_ranks[:1]])),
+        readme: between(start, "layer", layer_summary([with_cases(dict(layers)[README_LAYER], README_LAYERS)])),
         performance: between(
             between(speed, "comparisons", compared or NO_RESULT),
             "layer",
