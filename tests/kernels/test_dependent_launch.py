@@ -12,7 +12,7 @@ from triton.runtime import interpreter
 
 from moelink.kernels.combine import reduce
 from moelink.kernels.dispatch import receive
-from moelink.kernels.launch import constants, device, own_rows, sm_limit
+from moelink.kernels.launch import constants, device, own_rows, roles
 from moelink.memory.workspace import COMBINE_BLOCK
 from moelink.testing import run_ranks
 from tests.gpu.gpu_compile import kernels_of
@@ -78,7 +78,7 @@ def watch(monkeypatch):
     monkeypatch.setattr(device, "host_clock", watch.clock)
     for module in (receive, reduce):
         monkeypatch.setattr(module, "allow_next_launch", watch.allow)
-    monkeypatch.setattr(sm_limit, "allow_next_launch", watch.end)
+    monkeypatch.setattr(roles, "allow_next_launch", watch.end)
     for cached in CACHES:
         cached.cache_clear()
     yield watch

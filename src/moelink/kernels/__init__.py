@@ -36,7 +36,7 @@ sync/credit            when a rank may overwrite a peer's block
 sync/quiesce           waiting for puts that nobody will read
 nodes                  what knows two nodes: puts, and the relays of the two-level form
 launch/constants       launch constants: what is fixed when a kernel is compiled
-launch/grid            how many CTAs a launch has, and what each of them does; sm_limit: which SMs they use
+launch/grid            how many CTAs a launch has, and what each does; roles: runs them; sm_limit: which SMs they use
 launch/own_rows        which combines keep own rows where they are
 launch/launcher        compiles and launches; cache_keys: lets every process find what another one has compiled
 launch/row_launch      launches kernels on rows, which are prepared once

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from moelink.kernels.combine.reduce import gather_home
 from moelink.kernels.combine.send import send_tokens_back
-from moelink.kernels.launch.sm_limit import run_role, run_roles
+from moelink.kernels.launch.roles import run_role, run_roles
 from moelink.kernels.nodes.collect import send_and_collect
 from moelink.memory.protocol import COMBINE_RECEIVED, COMBINE_SENT
 

@@ -21,7 +21,7 @@ from moelink.kernels.combine.arrivals import awaited_slots, wait_for_rows
 from moelink.kernels.combine.finish import shared_expert_output
 from moelink.kernels.combine.heads import wait_for_heads
 from moelink.kernels.combine.reduce import parts_of_token, reduce_and_copy_to_output
-from moelink.kernels.launch.sm_limit import run_role
+from moelink.kernels.launch.roles import run_role
 from moelink.kernels.records import Piece
 from moelink.kernels.sync.credit import count_read
 from moelink.kernels.sync.quiesce import wait_for_choices

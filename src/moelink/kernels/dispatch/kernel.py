@@ -32,7 +32,7 @@ from moelink.kernels.dispatch.receive_cached import receive_cached
 from moelink.kernels.dispatch.receive_planned import receive_planned
 from moelink.kernels.dispatch.send import send
 from moelink.kernels.dispatch.send_cached import send_cached
-from moelink.kernels.launch.sm_limit import run_role, run_roles
+from moelink.kernels.launch.roles import run_role, run_roles
 from moelink.kernels.nodes.forward import send_and_forward
 from moelink.memory.protocol import DISPATCH_RECEIVED, DISPATCH_SENT
 

@@ -19,7 +19,7 @@ word of row 33 of the first tile and scale columns 4 to 7 is word 128 * 1 + 4 * 
 import triton
 import triton.language as tl
 
-from moelink.kernels.launch.sm_limit import run_role
+from moelink.kernels.launch.roles import run_role
 from moelink.kernels.scale_tiles import row_of_word
 from moelink.kernels.sync.signals import I32, own_block
 from moelink.memory.protocol import DISPATCH_RECEIVED

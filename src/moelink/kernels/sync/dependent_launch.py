@@ -5,7 +5,7 @@ a microsecond. A kernel that is launched as dependent may start earlier: as soon
 has ended or has allowed it (:func:`allow_next_launch`). It must then wait (:func:`wait_for_previous_launch`) before it
 touches memory. The hardware ends that wait once the kernel before has ended as a whole and its stores are visible.
 
-Why nothing changes for the protocol: the wait is the first thing that a CTA does (``kernels.launch.sm_limit``), and
+Why nothing changes for the protocol: the wait is the first thing that a CTA does (``kernels.launch.roles``), and
 all else follows it. So whatever relies on stream order, such as counts of calls and credit, finds what it found without
 this. A kernel of another library that is launched as dependent waits in the same way; one that is not starts when this
 one has ended. The launcher gives the attribute only to kernels that wait (``kernels.launch.direct``).
