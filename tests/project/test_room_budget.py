@@ -27,7 +27,7 @@ BUDGET = {
     "kernels": 720,
     "kernels/combine": 1442,
     "kernels/dispatch": 3148,
-    "kernels/launch": 2220,
+    "kernels/launch": 2233,
     "kernels/nodes": 1182,
     "kernels/sync": 1306,
     "rows": 2977,
@@ -50,7 +50,7 @@ BUDGET = {
 }
 """Most lines of each room; "." are the files beside the rooms."""
 BUDGET_OF_BENCH = {
-    ".": 10722,
+    ".": 10725,
     "layer": 1633,
     "frameworks": 1009,
 }
