@@ -200,6 +200,7 @@ def test_a_rank_whose_process_has_ended_is_named(monkeypatch: pytest.MonkeyPatch
         assert f"the memory of rank {1 - rank} cannot be mapped: expected a live process" in str(error)
 
 
+@pytest.mark.quick("milliseconds, each another check")
 @pytest.mark.parametrize("side", ["giver", "taker"])
 def test_processes_of_another_user_get_and_give_nothing(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fd = os.memfd_create("secret")

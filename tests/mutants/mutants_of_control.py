@@ -163,7 +163,7 @@ CONTROL = (
            "control/test_elastic.py::test_bound_calls_go_on_at_the_same_addresses[run]"),
     Mutant("spare ranks take part from the beginning", "control/group.py",
            "return dataclasses.replace(first, members=tuple(range(world.world_size)))", "return first",
-           "control/test_elastic.py::test_a_communicator_grows_into_its_spare_ranks[collective-2]"),
+           "control/test_elastic.py::test_a_communicator_grows_into_its_spare_ranks[run-collective-2]"),
     Mutant("a drain overwrites the last copy of an expert", "nn/placement.py",
            "if copies[experts[place]] > 1]", "if copies[experts[place]] > 0]",
            "nn/test_drain.py::test_ranks_that_are_drained_compute_the_same_bits_in_between[few]"),
