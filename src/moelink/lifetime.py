@@ -216,8 +216,7 @@ class Lifetime(OfThisProcess):
             ConfigMismatchError: another rank masks other ranks.
             PeerTimeoutError: a rank that goes on did not come in time, or (PeerLostError) is gone. If it names this
                 rank, the others have gone on without it.
-            UnsupportedError: symmetric memory of CUDA devices, while the process of one of ``ranks`` has not ended; or
-                of several nodes.
+            UnsupportedError: symmetric memory of several nodes, or of devices whose driver maps no block anew.
             ClosedError, PendingError, StateError: the communicator's state does not allow it.
         """
         self._require_lane_0("mask")
@@ -243,7 +242,7 @@ class Lifetime(OfThisProcess):
             ConfigMismatchError: ranks were given differently, or a newcomer has another version or other settings;
                 raised on every rank. Nothing has changed.
             PeerTimeoutError: a rank did not come in time, or (PeerLostError) is gone. Nothing has changed.
-            UnsupportedError: symmetric memory of CUDA devices, or of several nodes.
+            UnsupportedError: symmetric memory of several nodes, or of devices whose driver maps no block anew.
             ClosedError, PendingError, StateError: as :meth:`mask`.
         """
         self._require_lane_0("admit")

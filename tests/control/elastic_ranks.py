@@ -47,12 +47,18 @@ def over_devices(rank: int, processes: int, port: int, fn: Callable[..., Any], *
         ) -> CudaMemory:
             driver, ranks = PlayedDriver(), range(world_size) if members is None else members
             memory = CudaMemory.create_with(
-                nbytes, driver=driver, rank=rank, world_size=world_size, members=ranks, exchange=exchange, fill=fill
+                nbytes,
+                driver=lambda: driver,
+                rank=rank,
+                world_size=world_size,
+                members=ranks,
+                exchange=exchange,
+                fill=fill,
             )
             if members is not None:
                 return memory
             # Like torch's: mapped by another library, which unmaps its blocks in the end.
-            return CudaMemory(rank, [memory.peer(r) for r in range(world_size)], driver)
+            return CudaMemory(rank, [memory.peer(r) for r in range(world_size)], lambda: driver)
 
     set_up.PosixMemory = Played  # type: ignore[assignment, misc]
     return fn(rank, processes, port, *args)

@@ -66,7 +66,7 @@ def spec_of(kernel, constants, pointers, target="sm_90", options=None):
         if isinstance(record, str):
             types[name] = record
             continue
-        kinds = TYPES.get(record.__name__, {"limit": "i64", "expected": "i64"})
+        kinds = TYPES.get(record.__name__, dict.fromkeys(("limit", "call", "expected", "got"), "i64"))
         given = kinds if isinstance(kinds, dict) else dict(zip(record._fields, kinds, strict=True))
         known = given | (pointers if name in ("inputs", "outputs") else {})
         types[name] = record(*[known.get(field, "i32") for field in record._fields])

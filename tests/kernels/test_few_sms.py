@@ -28,6 +28,7 @@ from tests.tiers import seeds
 SIZES = (("max_tokens_per_rank", 7), ("hidden_size", 8), ("num_sms", 2))
 KINDS = {
     "two ranks": Setup("bf16", SIZES, num_experts=4, topk=3),
+    "odd": Setup("bf16", (*SIZES, ("hidden_size", 7)), num_experts=4, topk=2),
     "fp32": Setup("bf16", (*SIZES, ("combine_dtype", torch.float32)), num_experts=4, topk=2),
     "encoded": Setup("fp8_block128", (*SIZES, ("hidden_size", 256)), num_experts=4, topk=3),
     "shared expert": Setup("bf16", (*SIZES, ("fused_shared_expert", True)), num_experts=3, topk=2),

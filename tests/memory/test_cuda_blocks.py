@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def driver_of(rank: int) -> PlayedDriver:
 
 def made(rank: int, exchange: Any, world_size: int = 2, members: Any = (0, 1)) -> CudaMemory:
     return CudaMemory.create_with(
-        NBYTES, driver=driver_of(rank), rank=rank, world_size=world_size, members=members, exchange=exchange,
+        NBYTES, driver=partial(driver_of, rank), rank=rank, world_size=world_size, members=members, exchange=exchange,
         fill=lambda block: block[:2].fill_(rank + 1),
     )  # fmt: skip
 
@@ -84,7 +85,7 @@ def test_new_memory_is_where_the_old_was_and_late_writes_miss_it() -> None:
     """Rank 1 is left out: its stores end in the old memory, and those to it in memory of rank 0 alone."""
     a, b = together(2, made)
     before, view, late = a.pointers.tolist(), a.local[:4], b.peer(0)
-    driver = a._driver
+    driver = a._driver()
     assert isinstance(driver, PlayedDriver)
     renewal = a.renew([0], lambda record: [record], lambda block: block[1:3].fill_(5))
     waits = driver.waits
@@ -130,7 +131,7 @@ def test_memory_that_is_given_up_is_given_back() -> None:
     renewal.discard()
     assert files() == held
     assert a.local[:3].tolist() == [1, 1, 0]
-    drivers = [a._driver, b._driver]
+    drivers = [a._driver(), b._driver()]
     view = a.local[:2]
     del renewal
     a.close()
@@ -144,8 +145,8 @@ def test_memory_that_is_given_up_is_given_back() -> None:
 def test_blocks_of_another_library_are_put_back_before_it_unmaps_them() -> None:
     count = files()
     a, b = together(2, made)
-    driver = a._driver
-    borrowed = CudaMemory(0, [a.peer(r) for r in range(2)], driver)
+    driver = a._driver()
+    borrowed = CudaMemory(0, [a.peer(r) for r in range(2)], lambda: driver)
     borrowed.renew([0], lambda record: [record], lambda block: block.fill_(9)).commit()
     assert a.local[0] == 9
     assert a.peer(1)[0] == 0xA5, "memory that nobody else maps"
@@ -161,13 +162,13 @@ def test_blocks_of_another_library_are_put_back_before_it_unmaps_them() -> None:
 def test_two_ranks_of_one_device_and_sizes_that_differ_are_refused() -> None:
     def one_device(rank: int, exchange: Any) -> Any:
         return CudaMemory.create_with(
-            NBYTES, driver=driver_of(0), rank=rank, world_size=2, members=[0, 1], exchange=exchange,
+            NBYTES, driver=partial(driver_of, 0), rank=rank, world_size=2, members=[0, 1], exchange=exchange,
             fill=lambda block: None,
         )  # fmt: skip
 
     def other_size(rank: int, exchange: Any) -> Any:
         return CudaMemory.create_with(
-            NBYTES + rank, driver=driver_of(rank), rank=rank, world_size=2, members=[0, 1], exchange=exchange,
+            NBYTES + rank, driver=partial(driver_of, rank), rank=rank, world_size=2, members=[0, 1], exchange=exchange,
             fill=lambda block: None,
         )  # fmt: skip
 
@@ -198,6 +199,58 @@ def test_a_rank_whose_process_has_ended_is_named(monkeypatch: pytest.MonkeyPatch
     assert real("a") == "\0moelink-a"
     for rank, error in enumerate(together(2, made)):
         assert f"the memory of rank {1 - rank} cannot be mapped: expected a live process" in str(error)
+
+
+def test_what_fails_before_the_exchange_is_told_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the driver, while blocks of another library are found, and of the system, while memory is offered."""
+    a, b = together(2, made)
+    borrowed = CudaMemory(0, [a.peer(r) for r in range(2)], a._driver)
+    held = files()
+
+    def fail(*_: object) -> int:
+        raise RuntimeError("cuMemRetainAllocationHandle: no")
+
+    monkeypatch.setattr(a._driver(), "retain", fail)
+    told: list[bytes] = []
+    with pytest.raises(UnsupportedError, match="cuMemRetainAllocationHandle: no"):
+        borrowed.renew([0], lambda record: told.append(record) or [record], lambda block: None)  # type: ignore[func-returns-value]
+    assert len(told) == 2
+    assert files() == held
+    monkeypatch.undo()
+    monkeypatch.setattr(cuda_blocks, "_offered", lambda fd: (_ for _ in ()).throw(OSError("too many files")))
+    with pytest.raises(UnsupportedError, match="too many files"):
+        a.renew([0], lambda record: [record], lambda block: None)
+    assert files() == held
+    del borrowed
+    a.close()
+    b.close()
+
+
+def test_a_commit_that_fails_keeps_no_memory_and_views_are_unmapped_behind_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = files()
+    a, b = together(2, made)
+    driver = a._driver()
+    assert isinstance(driver, PlayedDriver)
+    renewal = a.renew([0], lambda record: [record], lambda block: None)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("cuMemMap: no")
+
+    monkeypatch.setattr(driver, "map", fail)
+    with pytest.raises(RuntimeError, match="cuMemMap"):
+        renewal.commit()
+    monkeypatch.undo()
+    del renewal
+    view, waits = a.peer(1)[:2], driver.waits
+    a.close()
+    waited = driver.waits
+    del view
+    gc.collect()
+    assert driver.waits > waited >= waits
+    b.close()
+    assert files() == count
 
 
 @pytest.mark.quick("milliseconds, each another check")

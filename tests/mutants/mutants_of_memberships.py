@@ -14,7 +14,9 @@ _MISMATCH = "kernels/test_protocol_masked.py::test_a_mismatch_names_a_rank_that_
 _RENEWED = "memory/test_renewed.py::{}"
 _BAD = "control/test_elastic.py::test_what_cannot_be_masked_or_admitted_is_refused_by_name"
 _DEATH = "control/test_elastic.py::test_a_rank_that_dies_in_mask_is_named_and_masked_as_well[building]"
-_NEWCOMER = "control/test_elastic.py::test_a_newcomer_that_dies_in_admit_is_named_and_nothing_has_changed[run-collective]"
+_NEWCOMER = (
+    "control/test_elastic.py::test_a_newcomer_that_dies_in_admit_is_named_and_nothing_has_changed[run-collective]"
+)
 _BOUND = "control/test_elastic.py::test_bound_calls_go_on_at_the_same_addresses[run]"
 _SEEDS = "control/test_elastic.py::test_every_schedule_ends_with_the_sums_of_the_experts_present[few]"
 _DROPPED = "transports/test_dropped.py::{}"

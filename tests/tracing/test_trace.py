@@ -312,7 +312,7 @@ def test_refuses_several_nodes_and_many_ranks():
 @pytest.mark.parametrize("tokens", [1, 64, 300, 4096])
 @pytest.mark.parametrize("num_sms", [None, 1, 24])
 def test_no_role_has_more_ctas_than_records(monkeypatch, tokens, num_sms):
-    monkeypatch.setattr(grid, "sm_count", lambda device: 132 if device.type == "cuda" else 1)
+    monkeypatch.setattr(grid, "sm_count", lambda device: 108 if device.type == "cuda" else 1)
     for device, options in (("cuda", {"num_sms": num_sms}), ("cpu", {})):
         config = moelink.EPConfig(
             num_experts=256, topk=8, hidden_size=7168, max_tokens_per_rank=tokens, world_size=8, rank=0, **options

@@ -47,6 +47,11 @@ def test_arguments_that_cannot_be_bound() -> None:
             dispatch.combine(recv.tokens[1:])
         with pytest.raises(moelink.UnsupportedError, match="a hook with a triton_fn"):
             dispatch.combine(recv.tokens, epilogue=function)
+        y = torch.empty(recv.tokens.numel() + 1, dtype=torch.bfloat16)[1:].view_as(recv.tokens).copy_(recv.tokens)
+        with pytest.raises(moelink.ArgumentError, match="y: expected memory that begins at a multiple of 4 bytes"):
+            dispatch.combine(y)
+        sums = ep.combine(y, recv)  # copies it
+        assert torch.equal(sums, ep.combine(recv.tokens, recv))
 
 
 ENTRIES = {

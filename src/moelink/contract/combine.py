@@ -205,6 +205,8 @@ def _check_sender(
     check_pointers(ep, COMBINE, pointers)
     check_counters(ep, atomic_counters)
     check_tensor(ep, "input_tokens", input_tokens, (len(input_tokens), config.hidden_size), config.combine_dtype)
+    if past := input_tokens.data_ptr() % 4:
+        raise ArgumentError("input_tokens", "a tensor that begins at a multiple of 4 bytes", f"{past} bytes behind one")
     routing.check(ep)
     if row_weights is not None:
         if not (config.pre_reduce or config.mode == "allreduce"):

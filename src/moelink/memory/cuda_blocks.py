@@ -37,21 +37,24 @@ _TAKE_SECONDS = 10.0
 class CudaMemory(SymmetricMemory):
     """Blocks on the CUDA devices of one machine that can be mapped anew; ``pointers`` on this rank's device."""
 
-    def __init__(self, rank: int, blocks: Sequence[Tensor], driver: Driver, places: Sequence[Place] = ()) -> None:
-        """View ``blocks``. ``places``: of each; if there are none, the blocks are mapped by another library."""
+    def __init__(
+        self, rank: int, blocks: Sequence[Tensor], driver: Callable[[], Driver], places: Sequence[Place] = ()
+    ) -> None:
+        """View ``blocks``. ``driver``: makes that of this rank's device, when it is needed. ``places``: of the blocks;
+        if there are none, another library has mapped these."""
         super().__init__(rank, blocks)
         self._driver, self._places = driver, list(places)
 
     @classmethod
     def create_with(
-        cls, nbytes: int, *, driver: Driver, rank: int, world_size: int, members: Sequence[int], exchange: Exchange,
-        fill: Callable[[Tensor], None],
+        cls, nbytes: int, *, driver: Callable[[], Driver], rank: int, world_size: int, members: Sequence[int],
+        exchange: Exchange, fill: Callable[[Tensor], None],
     ) -> CudaMemory:  # fmt: skip
         """Make this rank's block and map those of ``members``. Collective over them, with the others' :meth:`renew`.
 
         Args:
             nbytes: bytes of each block, at least 1.
-            driver: of this rank's device, another for each rank.
+            driver: makes that of this rank's device, another for each rank.
             exchange: over the members, called exactly twice, also on failure.
             fill: writes what the own block begins with, before any peer maps it.
 
@@ -59,26 +62,34 @@ class CudaMemory(SymmetricMemory):
             ConfigMismatchError, UnsupportedError, ProtocolError: as for CPU ranks
                 (:meth:`moelink.memory.PosixMemory.create`).
         """
-        handles = _exchanged(driver, nbytes, fill, rank, members, exchange)
-        size = align_up(nbytes, driver.granularity)
-        places = [Place(driver, driver.reserve(size), size) for _ in range(world_size)]
-        _NewMemory(driver, places, handles).commit()
-        return CudaMemory(rank, [driver.view(place.address, nbytes, place) for place in places], driver, places)
+
+        def reserve() -> tuple[Driver, list[Place]]:
+            own = driver()
+            size = align_up(nbytes, own.granularity)
+            return own, [Place(own, own.reserve(size), size) for _ in range(world_size)]
+
+        new = _exchanged(reserve, nbytes, fill, rank, members, exchange)
+        new.commit()
+        made = new.driver
+        blocks = [made.view(place.address, nbytes, place) for place in new.places]
+        return CudaMemory(rank, blocks, lambda: made, new.places)
 
     def renew(self, members: Sequence[int], exchange: Exchange, fill: Callable[[Tensor], None]) -> Renewal:
         """Prepare new memory for ``members``, to be mapped where the old blocks are."""
-        handles = _exchanged(self._driver, self.nbytes, fill, self.rank, members, exchange)
-        if not self._places:
-            size = align_up(self.nbytes, self._driver.granularity)
-            addresses = [self.peer(rank).data_ptr() for rank in range(self.world_size)]
-            self._places = [Place.found(self._driver, address, size) for address in addresses]
-        return _NewMemory(self._driver, self._places, handles)
+
+        def find() -> tuple[Driver, list[Place]]:
+            driver = self._driver()
+            if not self._places:
+                size = align_up(self.nbytes, driver.granularity)
+                addresses = [self.peer(rank).data_ptr() for rank in range(self.world_size)]
+                self._places.extend([Place.found(driver, address, size) for address in addresses])
+            return driver, self._places
+
+        return _exchanged(find, self.nbytes, fill, self.rank, members, exchange)
 
     def close(self) -> None:
         """Unmap all blocks; waits for this device's kernels, for no peer. Safe to call twice."""
-        if self._blocks:
-            self._driver.synchronize()
-        self._places = []
+        self._places.clear()  # of this very list, which a renewal may have as well
         super().close()
 
 
@@ -117,6 +128,7 @@ class Place:
     def __del__(self) -> None:
         if sys.is_finalizing():
             return
+        self._driver.synchronize()  # a kernel of the last user may be under way
         self._clear()
         if self._first is None:
             self._driver.free(self.address, self.nbytes)
@@ -127,50 +139,59 @@ class Place:
 
 
 class _NewMemory:
-    """Memory of a new generation (:class:`moelink.memory.blocks.Renewal`)."""
+    """Memory of a new generation (:class:`moelink.memory.blocks.Renewal`).
+
+    Attributes:
+        driver, places: of this device, and of the blocks of all ranks.
+        handles: by rank; -1 has that in which stores to ranks without memory end.
+    """
 
     def __init__(self, driver: Driver, places: Sequence[Place], handles: dict[int, int]) -> None:
-        self._driver, self._places, self._handles = driver, places, handles
+        self.driver, self.places, self.handles = driver, places, handles
 
     def commit(self) -> None:
         """Map it in the place of the old, between two kernels."""
-        self._driver.synchronize()
-        sink = self._driver.create(self._driver.granularity)
-        for rank, place in enumerate(self._places):
-            if rank in self._handles:
-                place.put(self._handles[rank])
-            else:
-                place.put(sink, pieces=place.nbytes // self._driver.granularity)
-        self._driver.release(sink)
-        self.discard()
+        self.driver.synchronize()
+        try:
+            for rank, place in enumerate(self.places):
+                if rank in self.handles:
+                    place.put(self.handles[rank])
+                else:
+                    place.put(self.handles[-1], pieces=place.nbytes // self.driver.granularity)
+        finally:
+            self.discard()
 
     def discard(self) -> None:
         """Give up the handles. Memory that was mapped stays."""
-        while self._handles:
-            self._driver.release(self._handles.popitem()[1])
+        while self.handles:
+            self.driver.release(self.handles.popitem()[1])
 
 
 def _exchanged(
-    driver: Driver, nbytes: int, fill: Callable[[Tensor], None], rank: int, members: Sequence[int], exchange: Exchange
-) -> dict[int, int]:
-    """Make this rank's memory and take that of all ``members``. Returns handles by rank, which the caller releases.
+    start: Callable[[], tuple[Driver, list[Place]]], nbytes: int, fill: Callable[[Tensor], None], rank: int,
+    members: Sequence[int], exchange: Exchange,
+) -> _NewMemory:  # fmt: skip
+    """Make this rank's memory and take that of all ``members``. ``start`` returns the driver and the places.
 
     All members have the memory of all, or all raise.
     """
     with ExitStack() as given, ExitStack() as held:
+        new = _NewMemory(None, [], {})  # type: ignore[arg-type]
+        held.callback(new.discard)
 
         def prepare() -> dict[str, str]:
             with _told():
-                handle = driver.create(align_up(nbytes, driver.granularity))
-                held.callback(driver.release, handle)
-                handles[rank] = handle
-                _fill(driver, handle, nbytes, fill)
-                fd = driver.export(handle)
-            given.callback(os.close, fd)
-            name = given.enter_context(_offered(fd))
-            return {"nbytes": str(nbytes), "machine": machine_id(), "device": driver.uuid, "socket": name}
+                new.driver, new.places = start()
+                new.handles[rank] = new.driver.create(align_up(nbytes, new.driver.granularity))
+                if len(members) < len(new.places):
+                    new.handles[-1] = new.driver.create(new.driver.granularity)
+                _fill(new.driver, new.handles[rank], nbytes, fill)
+                fd = new.driver.export(new.handles[rank])
+                given.callback(os.close, fd)
+                name = given.enter_context(_offered(fd))
+            return {"nbytes": str(nbytes), "machine": machine_id(), "device": new.driver.uuid, "socket": name}
 
-        def accept(records: list[dict[str, str]]) -> dict[int, int]:
+        def accept(records: list[dict[str, str]]) -> None:
             refuse_other_places(records)
             uuids = {peer: fields["device"] for peer, fields in zip(members, records, strict=True)}
             refuse_shared_devices(uuids)
@@ -178,17 +199,14 @@ def _exchanged(
             for peer, fields in zip(members, records, strict=True):
                 if peer != rank:
                     with _taken(peer, fields["socket"]) as fd, _told():
-                        handles[peer] = driver.adopt(fd)
-                    held.callback(driver.release, handles[peer])
-            return handles
+                        new.handles[peer] = new.driver.adopt(fd)
 
-        handles: dict[int, int] = {}
         set_up(
             exchange, kind="cuda", rank=rank, world_size=len(members), schema=_SCHEMA, prepare=prepare, accept=accept,
             members=members,
         )  # fmt: skip
         held.pop_all()
-        return handles
+        return new
 
 
 def _fill(driver: Driver, handle: int, nbytes: int, fill: Callable[[Tensor], None]) -> None:
@@ -204,10 +222,12 @@ def _fill(driver: Driver, handle: int, nbytes: int, fill: Callable[[Tensor], Non
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Name a failure of the driver as one of this rank, which the others are told of."""
+    """Name a failure of the driver, or of the system, as one of this rank, which the others are told of."""
     try:
         yield
-    except RuntimeError as error:
+    except UnsupportedError:
+        raise
+    except (OSError, RuntimeError) as error:
         raise UnsupportedError(
             f"expected the CUDA driver to make a block that other processes can map, got this error: {error}; "
             "lower max_tokens_per_rank, free memory, or use transport='collective'"

@@ -111,6 +111,11 @@ class CudaDriver:
     """:class:`Driver` of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
+        """Raises UnsupportedError on ROCm, OSError where there is no driver."""
+        if torch.version.hip is not None:
+            raise UnsupportedError(
+                "mask, admit: expected NVIDIA GPUs, whose driver maps blocks anew, got ROCm; use transport='collective'"
+            )
         torch.cuda.init()
         self._device, self._library = device, ctypes.CDLL("libcuda.so.1")
         place = _Location(_ON_DEVICE, torch.cuda.current_device() if device.index is None else device.index)

@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class TorchMemory(CudaMemory):
     def __init__(self, local: Tensor, handle: Any) -> None:
         """Wrap a block and its rendezvous handle, which :meth:`create` makes."""
         blocks = [handle.get_buffer(r, (local.numel(),), torch.uint8) for r in range(handle.world_size)]
-        super().__init__(handle.rank, blocks, CudaDriver(local.device))
+        super().__init__(handle.rank, blocks, cache(partial(CudaDriver, local.device)))
         self.local = local  # owns the memory that get_buffer's view of it only borrows
         self._handle: Any = handle
 
@@ -118,6 +119,8 @@ class TorchMemory(CudaMemory):
 
         A peer that maps this rank's block may go on using it: the driver frees memory that no process maps.
         """
+        if self._handle is not None:
+            torch.cuda.synchronize(self.local.device)
         super().close()
         self._handle = None
 

@@ -132,9 +132,15 @@ def _commit(
     """Change all lanes, and say so to ranks that were left behind."""
     session = lanes.contexts[0].session
     config, call = session.configs[0], old.probe_server.call
-    for lane, (world, change) in zip(lanes.contexts, changes, strict=True):
+    for place, (lane, (world, change)) in enumerate(zip(lanes.contexts, changes, strict=True)):
         before = lane.session.detector
-        change.commit()
+        try:
+            change.commit()
+        except BaseException:
+            session.end(None)  # blocks may be of neither membership
+            for _, later in changes[place + 1 :]:
+                later.discard()
+            raise
         lane.change(world)
         if before is not None:
             before.close(after=3 * config.timeout + LINGER_SECONDS)

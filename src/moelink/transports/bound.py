@@ -113,6 +113,8 @@ class BoundDispatch:
         request = CombineRequest(y, self.recv, epilogue=epilogue, shared=shared, out=out, num_sms=num_sms)
         check_combine(config, request, identity=self._session.identity, device=device)
         check_num_sms(config, num_sms, transport=self._session.transport.name, device=device)
+        if past := request.y.data_ptr() % 4:  # a call would copy it
+            raise ArgumentError("y", "memory that begins at a multiple of 4 bytes", f"{past} bytes past one")
         _refuse_gradients(request.y, request.epilogue, request.shared)
         made = BoundCombine(self._session, request)
         self._combines.append(made)

@@ -133,8 +133,9 @@ def prepare_change(session: Session, world: World) -> Change:
             change = _change_blocks(session.transport, config, world, agreement, detector, leaving)
 
     def commit() -> None:
-        change.commit()
-        session.change(agreement.identity, detector, masked)
+        with session.reading:  # of counters, which lie in the blocks
+            change.commit()
+            session.change(agreement.identity, detector, masked)
 
     return Change(commit, change.discard)
 
@@ -216,7 +217,9 @@ def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: 
 
     if world.members is not None:
         create = (
-            PosixMemory.create if device.type == "cpu" else partial(CudaMemory.create_with, driver=CudaDriver(device))
+            PosixMemory.create
+            if device.type == "cpu"
+            else partial(CudaMemory.create_with, driver=partial(CudaDriver, device))
         )
         return create(
             nbytes, rank=config.rank, world_size=config.world_size, exchange=exchange, members=world.members,

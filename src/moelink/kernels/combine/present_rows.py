@@ -79,9 +79,9 @@ def load_weights(row_weights, present, S: tl.constexpr):
 def load_columns(y, row, c0, S: tl.constexpr):
     """Load columns [c0, c0 + S.BLOCK_SIZE) of row ``row`` of ``y`` in S.SUM_DTYPE; zeros past its end.
 
-    Two columns of bf16 are loaded as a word and taken apart by an instruction each.
+    Two columns of bf16 are loaded as a word and taken apart by an instruction each, if a row has whole words.
     """
-    if S.ROW_DTYPE == tl.bfloat16:
+    if S.ROW_DTYPE == tl.bfloat16 and S.HIDDEN_SIZE % 2 == 0:
         w = c0 // 2 + tl.arange(0, S.BLOCK_SIZE // 2)
         source = y.to(I32, bitcast=True) + row.to(tl.int64) * (S.HIDDEN_SIZE // 2)
         words = tl.load(source + w, mask=w < S.HIDDEN_SIZE // 2, other=0)

@@ -14,8 +14,8 @@ from moelink.kernels.records import Peers
 
 _ANY_NUMBER, _ANY_WIDE_NUMBER = 3, (1 << 40) + 3
 """Numbers that no kernel is specialised for: neither 1 nor a multiple of 16, of 32 and of 64 bits."""
-_WIDE = ("limit", "expected")
-"""Fields of 64 bits: nanoseconds, and the count or the mismatch that a failure is described by."""
+_WIDE = ("limit", "call", "expected", "got")
+"""Fields of 64 bits: nanoseconds, numbers of calls, and the counts or the mismatch that describe a failure."""
 
 
 def innermost(error: BaseException) -> BaseException:

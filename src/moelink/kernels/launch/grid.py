@@ -199,7 +199,7 @@ def relaying_ctas(workspace: Workspace, device: torch.device) -> int:
 
 def most_ctas(device: torch.device) -> int:
     """Return a number of CTAs that no role of a launch exceeds."""
-    return 8 if device.type == "cpu" else 5 * sm_count(device)
+    return 8 if device.type == "cpu" else max(5 * sm_count(device), 12 * FEW_SMS)
 
 
 def layout_launch(config: EPConfig, device: torch.device) -> Launch:
