@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - a row is three lines
-"""Faults in launches that start while the one before them ends (``mutants_table``).
+"""Faults in launches that start while the one before them ends, and in CTAs that work in turn (``mutants_table``).
 
 Three lines a row: fault and file, text and replacement, test.
 """
@@ -48,4 +48,10 @@ OF_DEPENDENT_LAUNCHES = (
     Mutant("a direct launch takes the launcher's own table in place of the caller's", "kernels/launch/launcher.py",
            "        if peers is self.peers:\n            return self._own_addresses\n        return peers.table", "        if peers is not None:\n            return self._own_addresses\n        return peers.table",
            _CALLERS),
+    Mutant("a CTA does the work of one number although it may take more", "kernels/launch/sm_limit.py",
+           "            number = next_number(words)\n        leave", "            number = programs\n        leave",
+           "kernels/test_turns.py::test_numbers_in_turn_are_taken_once_and_within_the_limit[30-2]"),
+    Mutant("the words of a launch are cleared while a CTA may take a number", "kernels/launch/sm_limit.py",
+           "== tl.num_programs(0) - 1:", "== tl.num_programs(0) - 2:",
+           "kernels/test_turns.py::test_numbers_in_turn_are_taken_once_and_within_the_limit[30-2]"),
 )
