@@ -91,7 +91,7 @@ def test_a_later_call_launches_the_same_kernels_with_its_own_addresses() -> None
 
 
 @pytest.mark.quick("each is another part of the key")
-@pytest.mark.parametrize("what", ["rows", "dtype", "rest", "device", "hooks", "alignment"])
+@pytest.mark.parametrize("what", ["rows", "dtype", "rest", "device", "hooks", "alignment", "strides", "memory"])
 def test_calls_of_other_kinds_are_made_by_the_function(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     played, replays = Played(), Replays()
     x, other = tensors()
@@ -107,6 +107,11 @@ def test_calls_of_other_kinds_are_made_by_the_function(what: str, monkeypatch: p
         played.current = False
     elif what == "hooks":
         monkeypatch.setattr(module, "has_hooks", lambda: True)
+    elif what == "strides":
+        x = torch.zeros(4, 6).t()
+    elif what == "memory":
+        other = torch.zeros(2, device="meta")
+        monkeypatch.setattr(Tensor, "get_device", lambda tensor: int(tensor.is_meta))
     else:
         x = torch.zeros(25)[1:].view(6, 4)
     played.run(replays, x, other, number)

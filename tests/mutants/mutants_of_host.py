@@ -481,8 +481,14 @@ NETWORK = (
 )
 BEFORE_CALLS = (
     Mutant("a replay takes tensors that kernels were not compiled for", "kernels/launch/replay.py",
-           "or has_hooks() or any(at & 15 for at in addresses):", "or has_hooks():",
+           "if at & 15 or not", "if not",
            "kernels/test_replay.py::test_calls_of_other_kinds_are_made_by_the_function[alignment]"),
+    Mutant("a replay takes tensors with gaps for contiguous ones", "kernels/launch/replay.py",
+           "not tensor.is_contiguous() or", "",
+           "kernels/test_replay.py::test_calls_of_other_kinds_are_made_by_the_function[strides]"),
+    Mutant("a replay takes tensors of two devices", "kernels/launch/replay.py",
+           " or tensor.get_device() != device:", ":",
+           "kernels/test_replay.py::test_calls_of_other_kinds_are_made_by_the_function[memory]"),
     Mutant("tensors between the launches of a replay overlap", "kernels/launch/replay.py",
            "self._bytes += align_up(tensor.nbytes, _ALIGNMENT)", "self._bytes += 16",
            "kernels/test_replay.py::test_a_later_call_launches_the_same_kernels_with_its_own_addresses"),

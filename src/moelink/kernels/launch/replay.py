@@ -55,7 +55,7 @@ class Replay:
     def __init__(self, notes: Sequence[Note], given: Sequence[Tensor], made: Made) -> None:
         """``notes``: of a call with the tensors ``given``, which made the tensors ``made``."""
         results, between = made
-        self._results = [(result.shape, result.dtype) for result in results]
+        self._results = [(result.shape, result.stride(), result.dtype) for result in results]
         self._places, self._bytes = [], 0
         for tensor in between:
             self._places.append(self._bytes)
@@ -75,11 +75,14 @@ class Replay:
 
     def run(self, given: Sequence[Tensor], addresses: Sequence[int], stream: int) -> tuple[Tensor, ...]:
         """Make the launches on ``stream`` for the tensors ``given``, at ``addresses``; return the results."""
-        first = given[0]
-        results = tuple([first.new_empty(shape, dtype=dtype) for shape, dtype in self._results])
+        device = given[0].device
+        # With new_empty, torch would compute the strides again, at a higher cost.
+        results = tuple(
+            [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self._results]
+        )
         words = [*addresses, *[result.data_ptr() for result in results]]
         if self._places:
-            room = first.new_empty(self._bytes, dtype=torch.uint8)  # stays until all is launched
+            room = torch.empty_strided((self._bytes,), (1,), dtype=torch.uint8, device=device)  # until all is launched
             at = room.data_ptr()
             words += [at + place for place in self._places]
         words += self._constants
@@ -100,15 +103,22 @@ class Replays:
         """Return the results of ``function(*given, *rest)``.
 
         Args:
-            given: contiguous tensors on one device.
+            given: tensors. Unless they are contiguous and on one device, the function is called, which may refuse them.
             function: makes new tensors, returns all of them, and does nothing else but launch kernels on rows. What it
-                launches depends on shapes and dtypes of ``given`` and on ``rest`` alone.
+                launches, and whether it refuses tensors, depends on shapes and dtypes of ``given`` and on ``rest``
+                alone.
         """
-        place = launcher.place_of(given[0])
-        addresses = [tensor.data_ptr() for tensor in given]
-        if place is None or has_hooks() or any(at & 15 for at in addresses):
+        place, device = launcher.place_of(given[0]), given[0].get_device()
+        if place is None or has_hooks():
             return function(*given, *rest)[0]
-        key = (function, rest, place[0], *[(tensor.shape, tensor.dtype) for tensor in given])
+        addresses, kind = [], [function, rest, place[0]]
+        for tensor in given:
+            at = tensor.data_ptr()
+            if at & 15 or not tensor.is_contiguous() or tensor.get_device() != device:
+                return function(*given, *rest)[0]
+            addresses.append(at)
+            kind += (tensor.shape, tensor.dtype)
+        key = tuple(kind)
         try:
             replay = self._known[key]
         except KeyError:
