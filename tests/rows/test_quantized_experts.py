@@ -8,11 +8,13 @@ import json
 import logging
 import re
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import moelink
@@ -209,6 +211,22 @@ def test_the_layer_multiplies_the_rows_that_travelled(backend: Any, transport: A
         assert want[:end].abs().max() > 0
         y = ep.combine(got.to(BF16), recv)
         assert torch.equal(layer(x), y)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_experts_refuse_rows_that_do_not_fit_after_rows_that_do(backend: Any, rows: int) -> None:
+    """The same tensors are refused while a tracer looks, with sizes that it makes up."""
+    with moelink.init(**SIZES) as ep, torch.no_grad():
+        experts = MoE(ep, intermediate_size=128, experts_backend=backend).experts
+    codes, scales = torch.zeros(rows, 128).to(torch.float8_e4m3fn), torch.ones(1, rows)
+    offsets = torch.full((5,), rows, dtype=torch.int32)
+    assert experts(codes, scales, offsets).shape == codes.shape
+    for mode in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
+        with mode, pytest.raises(moelink.ArgumentError, match="scales: expected"):
+            experts(codes, torch.ones(2, rows), offsets)
+        with mode, pytest.raises(moelink.ArgumentError, match="row_offsets: expected a contiguous"):
+            experts(codes, scales, offsets.repeat_interleave(2)[::2])
 
 
 def test_a_layer_in_fp8_is_near_the_layer_in_bf16() -> None:

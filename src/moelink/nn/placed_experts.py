@@ -211,7 +211,8 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
             UnsupportedError: backend "torch" inside of a CUDA graph's capture.
         """
         gate_up, gate_up_scales = self.gate_up_proj, self.gate_up_scales
-        check_product(codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), self.dtype)
+        if torch.compiler.is_compiling():  # else the operator checks them, once for tensors of a kind
+            check_product(codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), self.dtype)
         return eager.run(  # type: ignore[no-any-return]
             torch.ops.moelink.quantized_experts, _quantized_experts, None, codes, scales, row_offsets, gate_up,
             gate_up_scales, self.down_proj, self.down_scales, self.backend, self._clamp, self.dtype,
@@ -255,7 +256,7 @@ def _quantized_experts(
     dtype: torch.dtype,
 ) -> Tensor:
     given = codes, scales, row_offsets, gate_up, gate_up_scales, down, down_scales
-    if not len(codes):
+    if not codes.shape[0]:
         return _quantized_experts_fake(*given, dtype)
     rest = backend, tuple(clamp), dtype
     if backend == "triton" and eager.takes_kernels(codes):
@@ -275,7 +276,8 @@ def _compute(
     clamp: tuple[float, ...],
     dtype: torch.dtype,
 ) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
-    """Return the output, and the tensors between."""
+    """Return the output, and the tensors between, of tensors that fit together."""
+    check_product(codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), dtype)
     between = codes.new_empty(codes.shape[0], gate_up.shape[1], dtype=dtype)
     out = codes.new_empty(codes.shape[0], down.shape[1], dtype=dtype)
     multiply(backend, codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), between)
@@ -286,7 +288,9 @@ def _compute(
 
 
 def _quantized_experts_fake(codes: Tensor, *given: Any) -> Tensor:
-    down, dtype = given[4], given[-1]
+    scales, row_offsets, gate_up, gate_up_scales, down = given[:5]
+    dtype = given[-1]
+    check_product(codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), dtype)
     return codes.new_empty(codes.shape[0], down.shape[1], dtype=dtype)
 
 
