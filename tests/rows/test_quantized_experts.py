@@ -213,6 +213,20 @@ def test_the_layer_multiplies_the_rows_that_travelled(backend: Any, transport: A
         assert torch.equal(layer(x), y)
 
 
+def test_hooks_on_parts_of_a_layer_are_called_and_may_change_what_it_computes() -> None:
+    """At each call, of other shapes and strides of the tokens as well."""
+    x, called = torch.randn(8, 128, generator=torch.Generator().manual_seed(1)).to(BF16), []
+    with moelink.init(**SIZES) as ep, torch.no_grad():
+        layer = MoE(ep, intermediate_size=128, experts_backend="torch")
+        plain = layer(x)
+        layer.router.register_forward_hook(lambda *given: called.append("router"))
+        layer.experts.register_forward_pre_hook(lambda *given: called.append("experts"))
+        layer.experts.register_forward_hook(lambda module, given, out: out * 2)
+        for tokens in (x, x.view(2, 4, 128), x.t().contiguous().t()):
+            assert torch.equal(layer(tokens), 2 * plain.view(tokens.shape))
+    assert called == ["router", "experts"] * 3
+
+
 @pytest.mark.parametrize("rows", [0, 4])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_experts_refuse_rows_that_do_not_fit_after_rows_that_do(backend: Any, rows: int) -> None:

@@ -305,9 +305,12 @@ class MoE(BalancedLayer):
         if x.shape[-1:] != (config.hidden_size,):
             raise ArgumentError("x", f"shape [..., {config.hidden_size}]", list(x.shape))
         self._wrapping.look(config.mode, config.world_size)
-        if isinstance(self.experts, QuantizedExperts):
+        # The module looks for its parts at length, and torch takes host time to find that it has nothing to do.
+        experts = self.experts
+        quantized = isinstance(experts, QuantizedExperts)
+        if quantized:
             refuse_gradients(x, self)
-        elif self.placement is not None and self.experts.placement.num_physical > self.experts.num_experts:
+        elif self.placement is not None and experts.placement.num_physical > experts.num_experts:
             refuse_gradients(
                 x,
                 self,
@@ -315,7 +318,9 @@ class MoE(BalancedLayer):
                 why="replicas of an expert would get different weights",
                 instead="each expert once",
             )
-        tokens = x.reshape(-1, config.hidden_size).contiguous()
+        tokens = x if x.dim() == 2 else x.reshape(-1, config.hidden_size)
+        if not tokens.is_contiguous():
+            tokens = tokens.contiguous()
         present = _present(x, num_tokens, padding_mask)
         if present is not None:
             # Zeros, not only ids of -1: the shared expert sees these rows too, and 0 * NaN would reach its gradients.
@@ -328,7 +333,9 @@ class MoE(BalancedLayer):
             ids = self.placement(ids)
         if self.load is not None:
             self.load.record(ids)
-        weights = routing.topk_weights.to(config.weight_dtype)
+        weights = routing.topk_weights
+        if weights.dtype != config.weight_dtype:
+            weights = weights.to(config.weight_dtype)
         if self.aux_losses is not None:
             length = max(1, x.shape[-2]) if x.dim() > 1 else 1
             weights = self.aux_losses(weights, routing, present, length, self._wrapping.mean_over())
@@ -345,13 +352,14 @@ class MoE(BalancedLayer):
             if present is not None:
                 shared = shared.where(present[:, None], 0)  # not zero already if the module has a bias
             recv = pending.wait()
-        if isinstance(self.experts, QuantizedExperts):
-            y = self.experts(recv.tokens, recv.scales, recv.row_offsets)
+        if quantized:
+            y = experts(recv.tokens, recv.scales, recv.row_offsets)
         else:
-            rows = dequantized(recv, config, input_scale=input_scale, dtype=self.experts.down_proj.dtype)
-            y = self.experts(rows, recv.row_offsets)
+            rows = dequantized(recv, config, input_scale=input_scale, dtype=experts.down_proj.dtype)
+            y = experts(rows, recv.row_offsets)
         out = self.ep.combine(cast_rows(y, recv.row_offsets, config.combine_dtype), recv, shared=shared)
-        out = out.to(x.dtype)
+        if out.dtype != x.dtype:
+            out = out.to(x.dtype)
         return out if x.dim() == 2 else out.view(x.shape)  # fully_shard of torch warns of views
 
     def warmup(self, *, max_tokens: Sequence[int] = (), training: bool = False) -> Prepared:
