@@ -51,6 +51,7 @@ def prepares(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepares]:
             mock.patch.object(common_kernel, "row_launcher", return_value=launcher),
             mock.patch.object(choose, "_choose_fake", lambda *given: tuple(map(torch.zeros_like, fake(*given)))),
             mock.patch.object(eager, "takes_kernels", return_value=True),
+            mock.patch.object(eager, "_launcher", return_value=launcher),
             mock.patch.object(torch.cuda, "current_device", return_value=None),
         ):
             stack.enter_context(patch)

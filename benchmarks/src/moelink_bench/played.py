@@ -161,6 +161,7 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
             mock.patch.object(RowLauncher, "_prepare", lambda _, kernel, given, *options: prepared_rows(given)),
             mock.patch.object(common_kernel, "row_launcher", launcher),
             mock.patch.object(row_launch, "row_launcher", launcher),
+            mock.patch.object(eager, "_launcher", launcher),
         ):
             stack.enter_context(patch)
         ep = stack.enter_context(moelink.init(**options, transport="symmetric", device="cpu"))

@@ -8,6 +8,7 @@ implementation, or an autograd function of the same implementation and the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-_PLAIN = (Tensor, Parameter)
+_PLAIN = frozenset({Tensor, Parameter, bool, int, float, str, list, torch.dtype, type(None)})
+"""Types of arguments that are no tensors of a subclass. To ask so of another object takes torch longer."""
 
 
 def takes_kernels(tensor: Tensor) -> bool:
@@ -27,10 +29,16 @@ def repeated(given: tuple[Tensor, ...], function: Callable[..., Any], *rest: Any
     """Return the results of ``function(*given, *rest)``, a function that does nothing but launch kernels on rows,
     without it where a call of the same kind was made before (:mod:`moelink.kernels.launch.replay`). ``given`` is
     contiguous. The function returns its results, and all other tensors that it makes."""
+    launcher = _launcher()
+    return launcher.replays.run(launcher, given, function, *rest)  # type: ignore[no-any-return]
+
+
+@cache
+def _launcher() -> Any:
+    """Return the launcher of this process. Triton is imported here, which not every device has."""
     from moelink.kernels.launch import row_launch
 
-    launcher = row_launch.row_launcher()
-    return launcher.replays.run(launcher, given, function, *rest)
+    return row_launch.row_launcher()
 
 
 def is_unseen(arguments: Sequence[Any]) -> bool:
@@ -38,9 +46,10 @@ def is_unseen(arguments: Sequence[Any]) -> bool:
     is a tensor of a subclass."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    for argument in arguments:
-        if type(argument) not in _PLAIN and isinstance(argument, Tensor):
-            return False
+    if not _PLAIN.issuperset(map(type, arguments)):
+        for argument in arguments:
+            if type(argument) not in _PLAIN and isinstance(argument, Tensor):
+                return False
     return not torch._C._are_functorch_transforms_active()
 
 
