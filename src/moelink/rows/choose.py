@@ -131,20 +131,20 @@ def _choose(
     logits: Tensor, bias: Tensor | None, topk: int, scoring: str, renormalize: bool, num_groups: int, topk_groups: int,
     group_score: str, scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    choice = Choice(topk, scoring, renormalize, num_groups, topk_groups, group_score, scaling_factor)
+    choice = topk, scoring, renormalize, num_groups, topk_groups, group_score, scaling_factor
     if not eager.takes_kernels(logits) or logits.dtype == torch.float64:
-        return twin(logits, bias, choice)
-    if not len(logits):
+        return twin(logits, bias, Choice(*choice))
+    if not logits.shape[0]:
         return _choose_fake(logits, bias, topk)
     given = (logits.contiguous(),) if bias is None else (logits.contiguous(), bias.contiguous())
-    return eager.repeated(given, _by_kernel, choice)  # type: ignore[return-value]
+    return eager.repeated(given, _by_kernel, *choice)  # type: ignore[return-value]
 
 
 def _by_kernel(logits: Tensor, *given: Any) -> tuple[tuple[Tensor, Tensor], tuple[()]]:
-    """``given``: the bias, if there is one, and the :class:`Choice`."""
+    """``given``: the bias, if there is one, and the fields of a :class:`Choice`."""
     from moelink.rows.choose_kernel import launch
 
-    (*bias, choice) = given
+    bias, choice = given[: -len(Choice._fields)], Choice(*given[-len(Choice._fields) :])
     ids, weights = _choose_fake(logits, None, choice.topk)
     launch(logits, bias[0] if bias else None, ids, weights, choice)
     return (ids, weights), ()
