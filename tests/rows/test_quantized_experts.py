@@ -227,6 +227,20 @@ def test_hooks_on_parts_of_a_layer_are_called_and_may_change_what_it_computes() 
     assert called == ["router", "experts"] * 3
 
 
+def test_experts_take_a_buffer_that_is_swapped_or_parametrised() -> None:
+    with moelink.init(**SIZES) as ep, torch.no_grad():
+        experts = MoE(ep, intermediate_size=128, experts_backend="torch").experts
+        other = MoE(ep, intermediate_size=128, experts_backend="torch", seed=1).experts
+    given = torch.ones(4, 128).to(torch.float8_e4m3fn), torch.ones(1, 4), torch.tensor([0, 1, 2, 3, 4]).int()
+    mine, wanted = experts(*given), other(*given)
+    assert not torch.equal(mine, wanted)
+    assert torch.equal(torch.func.functional_call(experts, dict(other.named_buffers()), given), wanted)
+    doubled = torch.nn.Module()
+    doubled.forward = lambda scales: scales * 2
+    torch.nn.utils.parametrize.register_parametrization(experts, "down_scales", doubled, unsafe=True)
+    assert torch.equal(experts(*given), 2 * mine)
+
+
 @pytest.mark.parametrize("rows", [0, 4])
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_experts_refuse_rows_that_do_not_fit_after_rows_that_do(backend: Any, rows: int) -> None:

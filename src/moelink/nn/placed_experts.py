@@ -210,12 +210,16 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
             ArgumentError: a shape, dtype or device does not fit.
             UnsupportedError: backend "torch" inside of a CUDA graph's capture.
         """
-        gate_up, gate_up_scales = self.gate_up_proj, self.gate_up_scales
+        buffers: dict[str, Any] = self._buffers
+        try:  # as an attribute, a module looks for a buffer at length
+            gate_up, gate_up_scales, down, down_scales = [buffers[name] for name in self.stacked]
+        except KeyError:  # one is parametrised
+            gate_up, gate_up_scales, down, down_scales = [getattr(self, name) for name in self.stacked]
         if torch.compiler.is_compiling():  # else the operator checks them, once for tensors of a kind
             check_product(codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), self.dtype)
         return eager.run(  # type: ignore[no-any-return]
             torch.ops.moelink.quantized_experts, _quantized_experts, None, codes, scales, row_offsets, gate_up,
-            gate_up_scales, self.down_proj, self.down_scales, self.backend, self._clamp, self.dtype,
+            gate_up_scales, down, down_scales, self.backend, self._clamp, self.dtype,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
