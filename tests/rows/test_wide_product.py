@@ -72,7 +72,9 @@ def test_where_torch_has_wide_sums() -> None:
             mock.patch.object(torch.cuda, "get_device_capability", lambda device, found=capability: found),
             mock.patch.object(torch.version, "hip", hip),
         ):
+            module.has_wide_sums.cache_clear()
             assert module.has_wide_sums(cuda) == has
+    module.has_wide_sums.cache_clear()
 
 
 def test_a_router_converts_no_weight_that_it_need_not(monkeypatch: pytest.MonkeyPatch) -> None:

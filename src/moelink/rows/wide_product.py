@@ -11,6 +11,7 @@ at its word; and an fp32 weight of bf16 rows, of which bf16 would keep 8 of 24 b
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(x.to(dtype), weight.to(dtype))
 
 
+@cache  # torch looks at the driver's state, and for the device's number, at each question
 def has_wide_sums(device: torch.device) -> bool:
     """Return whether torch multiplies bf16 numbers into fp32 on ``device``."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
