@@ -21,7 +21,7 @@ BUDGET = {
     ".": 4036,
     "formats": 1317,
     "reference": 899,
-    "memory": 2507,
+    "memory": 2511,
     "memory/nodes": 854,
     "control": 3972,
     "kernels": 720,

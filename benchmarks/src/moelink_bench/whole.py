@@ -105,7 +105,7 @@ def _tests(name: str, seconds: float, *words: str) -> Step:
 
 
 def perform(step: Step, folder: Path, seconds: float) -> Done:
-    """Run a step for at most ``seconds``, and end all its processes. What it writes goes to a file of its name."""
+    """Run a step for at most ``seconds``, and end all its processes. Its output goes to a file of its name."""
     out = (str(folder / f"{step.name}.json"),) if step.arguments[-1] == "--out" else ()
     log, begin = folder / f"{step.name}.log", time.monotonic()
     with log.open("w") as stream:

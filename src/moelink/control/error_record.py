@@ -27,7 +27,7 @@ from moelink.memory.protocol import (
 )
 
 _FIELDS = {CODE_OPTIONS: "options", CODE_ROUTING: "origin"}
-"""What ranks differ in, by the code of a mismatch."""
+"""The field in which ranks differ, by the code of a mismatch."""
 
 
 class Choices(Protocol):

@@ -176,15 +176,19 @@ class CudaDriver:
 
     def _call(self, name: str, *arguments: Any) -> None:
         with torch.cuda.device(self._device):
-            status = getattr(self._library, name)(*arguments)
-        if status:
-            words = ctypes.c_char_p()
-            self._library.cuGetErrorString(status, ctypes.byref(words))
-            text = (words.value or b"an unknown error").decode()
-            raise RuntimeError(f"{name}: expected the CUDA driver to succeed, got error {status}: {text}")
+            check_status(self._library, getattr(self._library, name)(*arguments), name)
 
 
 _long = ctypes.c_uint64
+
+
+def check_status(library: Any, status: int, what: str) -> None:
+    """Raise RuntimeError with the driver's own words unless ``status`` is 0. ``library``: the driver."""
+    if status:
+        words = ctypes.c_char_p()
+        library.cuGetErrorString(status, ctypes.byref(words))
+        text = (words.value or b"an unknown error").decode()
+        raise RuntimeError(f"{what}: expected the CUDA driver to succeed, got error {status}: {text}")
 
 
 def device_uuid(device: torch.device) -> str:

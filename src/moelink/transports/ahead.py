@@ -94,7 +94,7 @@ class _Jobs(Executor):
 def _settle(job: Callable[[], Any], future: Future[Any]) -> None:
     try:
         future.set_result(job())
-    except BaseException as error:  # noqa: BLE001 - whoever asks for the result raises it
+    except BaseException as error:  # noqa: BLE001 - the caller of result() raises it
         future.set_exception(error)
 
 

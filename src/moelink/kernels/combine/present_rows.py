@@ -8,7 +8,7 @@ latencies of a CTA's one message after the other. So here (S.PRESENT_ROWS)
   it are on their way to shared memory. An absent slot would add +0 to a sum that began at +0, which changes no bit;
 * a sender loads the row numbers of its next message beside the rows of this one, and raises the flags of
   S.MESSAGES_PER_RELEASE messages by one release (``signals.publish``), because a release waits until all stores before
-  it have arrived. Whoever waits for one of these flags waits a little longer, and for nothing else than before;
+  it have arrived. A CTA that waits for one of these flags waits a little longer, for the same stores as before;
 * a home CTA waits for the flags of S.MESSAGES_PER_RELEASE tokens at a time.
 
 Example: row numbers [4, -1, 9, -2] are the rows 4 and 9, whose numbers among those that are there are [0, -1, 1, -1].

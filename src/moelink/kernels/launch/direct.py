@@ -27,6 +27,8 @@ from typing import Any
 
 import triton
 
+from moelink.memory.driver import check_status
+
 _CODES = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 _ADDRESS = "Q"
 _SCRATCH = 2
@@ -153,11 +155,7 @@ class Driver:
 
     def check(self, status: int, what: str) -> None:
         """Raise RuntimeError with the driver's own words unless ``status`` is 0."""
-        if status:
-            words = ctypes.c_char_p()
-            self._library.cuGetErrorString(status, ctypes.byref(words))
-            text = (words.value or b"an unknown error").decode()
-            raise RuntimeError(f"{what}: expected the CUDA driver to succeed, got error {status}: {text}")
+        check_status(self._library, status, what)
 
 
 @cache

@@ -104,9 +104,8 @@ class Replays:
 
         Args:
             given: tensors. Unless they are contiguous and on one device, the function is called, which may refuse them.
-            function: makes new tensors, returns all of them, and does nothing else but launch kernels on rows. What it
-                launches, and whether it refuses tensors, depends on shapes and dtypes of ``given`` and on ``rest``
-                alone.
+            function: makes new tensors, returns all of them, and does nothing else but launch kernels on rows. Its
+                launches and refusals depend on shapes and dtypes of ``given`` and on ``rest`` alone.
         """
         place, device = launcher.place_of(given[0]), given[0].get_device()
         if place is None or has_hooks():

@@ -17,7 +17,7 @@ Kinds that may run at the same time have words of their own.
 
 On few SMs (S.NUMBERS_IN_TURN) a CTA that has done its work takes the next number, until none is left; only then it
 knows that it does no more. So both roles have all CTAs that the SMs hold: senders first, then receivers. Every wait
-ends for the same reason: whoever works on a number, all lower ones have begun. No number is left over as long as one
+ends for the same reason: if a CTA works on a number, all lower ones have begun. No number is left over as long as one
 CTA is not let go; as many stay as SMs may be used. A CTA may wait for another rank until its last number, so it allows
 the next launch at its end alone (``kernels.sync.dependent_launch``).
 
