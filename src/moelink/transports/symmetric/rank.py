@@ -375,7 +375,8 @@ class Rank:
                 self.calls.close()
 
     def synchronize(self) -> None:
-        """Make the host wait for this rank's kernels.
+        """Make the host wait for this rank's kernels, and on CUDA for the current stream, on which graphs may replay more
+        of them: a captured call has noted the stream of the capture.
 
         Between nodes, where a put may wait inside NVSHMEM for ever, it waits only for the timeout once a failure is
         known.
@@ -383,7 +384,9 @@ class Rank:
         Raises:
             PeerTimeoutError: a peer has reported a failure, and this rank's kernels did not end after that.
         """
-        streams = [stream for stream in (self.stream, self._latest) if stream is not None]
+        streams = {stream for stream in (self.stream, self._latest) if stream is not None}
+        if self.stream is not None and not torch.cuda.is_current_stream_capturing():
+            streams.add(torch.cuda.current_stream(self.device))
         for stream in streams:
             if not self.workspace.inter_node_ranks:
                 stream.synchronize()
