@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,8 +57,8 @@ class Played:
     def function(self, x: Tensor, other: Tensor, number: int) -> Any:
         """Two launches, with two tensors between them, and two results."""
         self.calls += 1
-        out, count = x.new_empty(len(x), 3), x.new_empty(1, dtype=torch.int32)
-        between, scales = x.new_empty(len(x), 5, dtype=torch.uint8), x.new_empty(7)
+        out, count = mapped(len(x), 3), mapped(1, dtype=torch.int32)
+        between, scales = mapped(len(x), 5, dtype=torch.uint8), mapped(7)
         first, second = self.kernels
         self.launch(first, (x.data_ptr(), between.data_ptr(), scales.data_ptr(), len(x), number), 8)
         last = between.data_ptr(), scales.data_ptr(), other.data_ptr(), out.data_ptr(), count.data_ptr(), number
@@ -68,8 +69,14 @@ class Played:
         return replays.run(self, (x, other), self.function, number)
 
 
-def tensors(rows: int = 6) -> tuple[Tensor, Tensor]:
-    return torch.zeros(rows, 4), torch.zeros(2)
+def mapped(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor in memory of its own, at an address that is no number of an int32 parameter, as on a device: the
+    heap of a Python that is linked to fixed addresses begins below 2**31."""
+    return torch.empty(1 << 26, dtype=torch.uint8).view(dtype)[: math.prod(shape)].view(shape)
+
+
+def tensors() -> tuple[Tensor, Tensor]:
+    return mapped(6, 4), mapped(2)
 
 
 def test_a_later_call_launches_the_same_kernels_with_its_own_addresses() -> None:
