@@ -30,6 +30,7 @@ SCRIPTS: Mapping[str, str] = MappingProxyType({
     "launchers": "Compare the launchers of moelink.contract with a communicator.",
     "membership": "Measure how long calls pause when a rank is killed and masked, and when another one is admitted.",
     "ncu": "Record hardware counters or stall reasons of each role by Nsight Compute.",
+    "overlap": "Measure how much communication the experts of a layer could hide; by torchrun.",
     "quotients": "Count the corrections that a quotient of a bf16 element by an fp32 scale needs.",
     "render": "Write the tables of README.md and docs that show results.",
     "roles": "Compare the kernels of two source trees, role by role, on one device.",
