@@ -46,6 +46,28 @@ def test_what_hangs_is_ended_with_its_children_and_the_rest_goes_on(tmp_path: Pa
     until(lambda: not _runs(int(done[0].last)))
 
 
+def test_early_steps_run_beside_one_another_and_before_all_others(tmp_path: Path) -> None:
+    """The first waits for what the second writes."""
+    waits = f"import pathlib, time; p = pathlib.Path(r'{tmp_path}/mark')\nwhile not p.exists(): time.sleep(0.01)"
+    makes = f"open(r'{tmp_path}/mark', 'w').close()"
+    last = f"import os; print(os.path.exists(r'{tmp_path}/mark'))"
+    steps = [Step("last", ("-c", last), 60.0), *(Step(name, ("-c", code), 60.0, early=True) for name, code in (
+        ("waits", waits), ("makes", makes),
+    ))]  # fmt: skip
+    done = perform_all(steps, tmp_path, 120.0, lambda all_of: None)
+    assert [(one.name, one.status) for one in done] == [("last", 0), ("waits", 0), ("makes", 0)]
+    assert done[0].last == "True"
+
+
+def test_kernels_are_compiled_by_the_same_command_without_a_file() -> None:
+    step = next(step for step in steps_on(2) if step.name == "decode")
+    compiling = step.compiling()
+    assert compiling.early
+    assert not compiling.measures
+    assert compiling.arguments == (*step.arguments[:-1], "--samples", "1")
+    assert step.arguments[-1] == "--out"
+
+
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)

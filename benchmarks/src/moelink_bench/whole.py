@@ -1,8 +1,10 @@
 """Test and measure a machine in one call of a given time, one result a step, so that nothing is lost when time ends.
 
-Steps run one after the other, each in processes of its own, which are ended at the step's limit. Results are compared
-with the oracle first. A step that measures writes the file of its benchmark. After each step ``whole.json`` is written
-anew, with the exit status and the last line of every step so far, and of those that did not begin.
+Results are compared with the oracle first. On GPUs every step that measures runs beside that once, with one sample and
+no file, so that its kernels are compiled: on many cores this takes as long as the slowest of them. Then steps run one
+after the other, each in processes of its own, which are ended at the step's limit. A step that measures writes the
+file of its benchmark. After each step ``whole.json`` is written anew, with the exit status and the last line of every
+step so far, and of those that did not begin.
 
 On two GPUs and more: the tests of all transports; the presets decode, prefill, layouts, sms (4096 tokens at 24 and 16
 SMs), skew, and layer for each of its models, with the libraries that load; two levels, where the GPUs are played as two
@@ -21,8 +23,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,6 +37,8 @@ from moelink_bench.script import Save, Script, positive
 
 _ENOUGH = 0.5
 """Share of a step's limit that must be left for it to begin: limits have room for a slow compiler."""
+_COMPILING = 170
+"""Seconds for the kernels of a step, while those of all others are compiled."""
 TOKENS = (1, 8, 32, 128, 512, 4096)
 
 
@@ -45,11 +50,22 @@ class Step:
         name: also of its file.
         arguments: of the interpreter. A benchmark's end with ``--out``, to which the file is added.
         seconds: after which it is ended.
+        early: it measures nothing, and runs beside others first.
     """
 
     name: str
     arguments: tuple[str, ...]
     seconds: float
+    early: bool = False
+
+    @property
+    def measures(self) -> bool:
+        """Whether it writes a file."""
+        return self.arguments[-1] == "--out"
+
+    def compiling(self) -> Step:
+        """Return the step that compiles the kernels of this one: the same with one sample and without a file."""
+        return Step(f"compile-{self.name}", (*self.arguments[:-1], "--samples", "1"), _COMPILING, early=True)
 
 
 @dataclass(frozen=True)
@@ -74,10 +90,10 @@ def steps_on(gpus: int) -> list[Step]:
         names = ("roles",) if gpus else ("smoke", "layer-smoke", "roles-smoke")
         return [_preset(name, 1 if gpus else 2, 150) for name in names]
     return [
-        _tests("results", 110, "processes", "matrix", "-k", "not many_calls"),
+        replace(_tests("results", _COMPILING, "processes", "matrix", "-k", "not many_calls"), early=True),
         _preset("decode", gpus, 80),
         _preset("prefill", gpus, 80),
-        _preset("sms", gpus, 60, "--tokens", "4096", "--num-sms", "24", "--num-sms", "16"),
+        _preset("sms", gpus, 90, "--tokens", "4096", "--num-sms", "24", "--num-sms", "16"),
         *[_layer(name, gpus) for name in get_args(CaseName) if name != "tiny"],
         _preset("layouts", gpus, 60),
         _preset("skew", gpus, 60, "--tokens", "4096"),
@@ -106,7 +122,7 @@ def _tests(name: str, seconds: float, *words: str) -> Step:
 
 def perform(step: Step, folder: Path, seconds: float) -> Done:
     """Run a step for at most ``seconds``, and end all its processes. Its output goes to a file of its name."""
-    out = (str(folder / f"{step.name}.json"),) if step.arguments[-1] == "--out" else ()
+    out = (str(folder / f"{step.name}.json"),) if step.measures else ()
     log, begin = folder / f"{step.name}.log", time.monotonic()
     with log.open("w") as stream:
         process = subprocess.Popen(
@@ -133,15 +149,21 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def perform_all(steps: Sequence[Step], folder: Path, seconds: float, note: Any) -> list[Done]:
     """Run the steps within ``seconds``. ``note`` is called with all of them after each."""
     end, done = time.monotonic() + seconds, [Done(step.name, "not begun") for step in steps]
-    for place, step in enumerate(steps):
-        left = end - time.monotonic()
+
+    def perform_at(place: int) -> None:
+        step, left = steps[place], end - time.monotonic()
         if left < _ENOUGH * step.seconds:
-            continue  # a shorter one may still fit
-        done[place] = perform(step, folder, min(left, step.seconds))
-        print(
-            f"{step.name:24}{done[place].status!s:>10}{done[place].seconds:8.1f} s  {done[place].last[:90]}", flush=True
-        )
+            return  # a shorter one may still fit
+        done[place] = one = perform(step, folder, min(left, step.seconds))
+        print(f"{one.name:28}{one.status!s:>10}{one.seconds:8.1f} s  {one.last[:90]}", flush=True)
         note(done)
+
+    early = [place for place, step in enumerate(steps) if step.early]
+    with ThreadPoolExecutor(max(1, len(early))) as pool:
+        list(pool.map(perform_at, early))
+    for place in range(len(steps)):
+        if place not in early:
+            perform_at(place)
     return done
 
 
@@ -158,18 +180,21 @@ def run(args: argparse.Namespace, save: Save) -> int:
         save("whole", {"gpus": gpus, "steps": [asdict(one) for one in done]})
 
     args.out = args.out or args.folder / "whole.json"
-    done = perform_all([known[name] for name in args.steps or known], args.folder.resolve(), args.seconds, note)
+    chosen = [known[name] for name in args.steps or known]
+    compiling = [step.compiling() for step in chosen if step.measures] if gpus > 1 and not args.compiled else []
+    done = perform_all([*compiling, *chosen], args.folder.resolve(), args.seconds, note)
     note(done)
     missed = [one.name for one in done if one.status == "not begun"]
     if missed:
         print(f"not begun: {', '.join(missed)}")
-    return int(any(one.status != 0 for one in done))
+    return int(any(one.status != 0 for one in done[len(compiling) :]))
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=positive, default=540, help="for all steps; default: 540")
     parser.add_argument("--folder", type=Path, default=Path("results"), help="of all files; default: results")
     parser.add_argument("--steps", nargs="+", metavar="NAME", help="only these, in this order")
+    parser.add_argument("--compiled", action="store_true", help="the cache holds the kernels; compile nothing first")
     parser.add_argument("--ranks", type=positive, help="GPUs that take part; default: all")
 
 
