@@ -185,7 +185,7 @@ def leaves_and_returns(process: int, processes: int, most: int, place: str, port
     ep = moelink.init(**FIELDS, max_tokens_per_rank=most)
     calls = Calls(ep)
     calls.check()
-    addresses, free = ep._session.transport.ranks[0].memory.pointers.tolist(), torch.cuda.mem_get_info()[0]  # type: ignore[attr-defined]
+    addresses, taken = ep._session.transport.ranks[0].memory.pointers.tolist(), taken_without_torch()  # type: ignore[attr-defined]
     seconds = {}
     gathered("mask", range(world_size))
     if rank == victim:
@@ -222,10 +222,17 @@ def leaves_and_returns(process: int, processes: int, most: int, place: str, port
     seconds["admit a newcomer"] = ep.admit([victim], store).seconds
     calls.check()
     assert ep._session.transport.ranks[0].memory.pointers.tolist() == addresses  # type: ignore[attr-defined]
-    grown = free - torch.cuda.mem_get_info()[0]
+    grown = taken_without_torch() - taken
     nbytes = new_block_bytes(ep)
     ep.close()
     return {"told": told, "seconds": seconds, "grown": grown, "block": nbytes}
+
+
+def taken_without_torch() -> int:
+    """Bytes of the current device that are taken, whoever took them, but for those of torch's allocator: it keeps room
+    for outputs of calls."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def new_block_bytes(ep: moelink.Communicator) -> int:

@@ -55,4 +55,5 @@ def test_a_rank_leaves_and_returns_while_graphs_go_on(world: int, most: int, pla
     for result in results:
         assert (result["told"].kind, result["told"].peer) == ("PeerLostError", world - 1)
         assert all(0 < seconds < 30 for seconds in result["seconds"].values()), result
-        assert result["grown"] <= 2 * result["block"] + 2**24, "memory of earlier memberships is kept"
+        # Torch's block, which was there before, and a new one.
+        assert result["grown"] <= result["block"] + 2**23, "memory of earlier memberships is kept"
