@@ -64,7 +64,7 @@ def test_kernels_are_compiled_by_the_same_command_without_a_file() -> None:
     compiling = step.compiling()
     assert compiling.early
     assert not compiling.measures
-    assert compiling.arguments == (*step.arguments[:-1], "--samples", "1")
+    assert compiling.arguments == (*step.arguments[:-1], "--samples", "1", "--timeout", "170")
     assert step.arguments[-1] == "--out"
 
 

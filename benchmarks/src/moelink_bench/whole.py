@@ -65,7 +65,8 @@ class Step:
 
     def compiling(self) -> Step:
         """Return the step that compiles the kernels of this one: the same with one sample and without a file."""
-        return Step(f"compile-{self.name}", (*self.arguments[:-1], "--samples", "1"), _COMPILING, early=True)
+        settings = ("--samples", "1", "--timeout", str(_COMPILING))  # they replace those before them
+        return Step(f"compile-{self.name}", (*self.arguments[:-1], *settings), _COMPILING, early=True)
 
 
 @dataclass(frozen=True)
