@@ -169,7 +169,8 @@ def bench(
             num_experts=experts, num_sms=num_sms, layout=layout,
         )  # fmt: skip
     with progress_on_stderr() as progress:
-        document = run(plan, commit=commit, command=command, progress=progress)
+        noting = {} if name in get_args(RolePresetName) else {"note": lambda so_far: write_json(so_far, out)}
+        document = run(plan, commit=commit, command=command, progress=progress, **noting)
     if document is not None:
         show(document, out=out, plot=plot, json_output=json_output)
         if speed_gate and document["speed_gate"]["passed"] is not True:

@@ -25,6 +25,8 @@ ELSEWHERE = "runs in processes of its own: start the bench without a launcher"
 """Why peers take no part in a run of a launcher."""
 
 
+Note = Callable[[dict[str, Any]], object]
+"""Takes the document of a run that goes on, for the case that it does not end."""
 Program = Callable[..., list[Any]]
 """Called as ``program(rank, world_size, plan, progress)``; returns the reports of all ranks, on each."""
 

@@ -5,10 +5,10 @@ A rank measures the ceiling, passes the correctness gate and times its contender
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from moelink_bench.peers import (
     flashinfer_refusal,
 )
 from moelink_bench.presets import Case, Plan
-from moelink_bench.ranks import CALL_TIMEOUT, joined, reports_of, run_apart, teller
+from moelink_bench.ranks import CALL_TIMEOUT, Note, joined, reports_of, run_apart, teller
 from moelink_bench.report import RULE, RankReport, RankRow, case_results, judge, overall, rows_of
 from moelink_bench.timing import Captured, Clock, attempt, everyone, first_fault, host_barrier
 from moelink_bench.workload import FORMULA, Workload, count_messages, make_workload, num_copies
@@ -193,7 +193,7 @@ def flashinfer_main(rank: int, world_size: int, plan: Plan) -> list[RankRow]:
             return contender(workload, rank=rank, world_size=world_size)
 
         return [
-            peer_row(index, case, contender.name, partial(make, contender), plan, clock)
+            peer_row(index, case, contender.name, functools.partial(make, contender), plan, clock)
             for index, case in enumerate(plan.cases)
             for contender in flashinfer_contenders(case.layout)
         ]
@@ -234,9 +234,12 @@ METHOD = (
 
 
 def run_bench(
-    plan: Plan, *, commit: str | None = None, command: str = "", progress: Progress = lambda _: None
-) -> dict[str, Any] | None:
+    plan: Plan, *, commit: str | None = None, command: str = "", progress: Progress = lambda _: None,
+    note: Note = lambda _: None,
+) -> dict[str, Any] | None:  # fmt: skip
     """Run ``plan`` and return its document; None on all ranks but 0 when a launcher (torchrun) started this process.
+
+    ``note`` is given the document so far before each peer, with the reason of rows that are not measured yet.
 
     Without a launcher, ranks are processes of this call. A document whose ``gate.passed`` is false has no figures.
 
@@ -247,23 +250,20 @@ def run_bench(
     reports, apart = reports_of(moelink_main, plan, progress)
     if reports is None:
         return None
-    peers: list[list[RankRow]] = [[]] * plan.ranks
-    if apart:
-        peers = [[row for peer in plan.peers for row in _reason_rows(plan, peer, apart)]] * plan.ranks
-    elif not any(report.gate for report in reports):
-        peers = run_peers(plan, progress)
-    return make_document(plan, reports, peers, commit=commit, command=command)
-
-
-def run_peers(plan: Plan, progress: Progress) -> list[list[RankRow]]:
-    """Run every peer, and return its rows by rank."""
+    document = functools.partial(make_document, plan, reports, commit=commit, command=command)
+    peers: list[list[RankRow]] = [[] for _ in range(plan.ranks)]
+    if any(report.gate for report in reports):
+        return document(peers)
     programs = {"vdev": vdev_main, "flashinfer": flashinfer_main}
-    rows: list[list[RankRow]] = [[] for _ in range(plan.ranks)]
-    for peer in plan.peers:
+    for number, peer in enumerate(plan.peers):
+        later = [row for one in plan.peers[number:] for row in _reason_rows(plan, one, apart or "was not reached")]
+        if apart:
+            return document([later] * plan.ranks)
+        note(document([[*rows, *later] for rows in peers]))
         progress(peer)
-        for mine, found in zip(rows, run_peer(plan, peer, programs[peer]), strict=True):
-            mine.extend(found)
-    return rows
+        for rows, found in zip(peers, run_peer(plan, peer, programs[peer]), strict=True):
+            rows.extend(found)
+    return document(peers)
 
 
 def run_peer(plan: Plan, peer: PeerName, program: Callable[..., list[RankRow]]) -> list[list[RankRow]]:

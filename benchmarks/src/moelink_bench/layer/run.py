@@ -51,7 +51,7 @@ from moelink_bench.layer.result import layer_document
 from moelink_bench.measure import PhaseSamples, measure_contender
 from moelink_bench.peers import flashinfer_refusal
 from moelink_bench.presets import Settings
-from moelink_bench.ranks import CALL_TIMEOUT, joined, reports_of, run_apart, teller
+from moelink_bench.ranks import CALL_TIMEOUT, Note, joined, reports_of, run_apart, teller
 from moelink_bench.report import RankReport, RankRow
 from moelink_bench.timing import Captured, Clock, attempt, everyone, first_fault, host_barrier
 
@@ -225,9 +225,12 @@ def time_layer(
 
 
 def run_layer_bench(
-    plan: LayerPlan, *, commit: str | None = None, command: str = "", progress: Progress = lambda _: None
-) -> dict[str, Any] | None:
+    plan: LayerPlan, *, commit: str | None = None, command: str = "", progress: Progress = lambda _: None,
+    note: Note = lambda _: None,
+) -> dict[str, Any] | None:  # fmt: skip
     """Run ``plan`` and return its document; None on all ranks but 0 when a launcher (torchrun) started this process.
+
+    ``note`` is given the document so far before each contender that runs in processes of its own.
 
     Without a launcher, ranks are processes of this call. A document whose ``gate.passed`` is false has no figures.
 
@@ -242,6 +245,7 @@ def run_layer_bench(
         return None
     for name in APART:
         if name in chosen and not any(report.gate for report in reports):
+            note(layer_document(plan, reports, commit=commit, command=command))
             why = absent or (APART[name]() if plan.device == "cuda" else "runs on CUDA devices only")
             reports = _with_rows_of(name, plan, reports, why, progress)
     return layer_document(plan, reports, commit=commit, command=command)
