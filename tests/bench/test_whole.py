@@ -61,11 +61,12 @@ def test_early_steps_run_beside_one_another_and_before_all_others(tmp_path: Path
 
 def test_kernels_are_compiled_by_the_same_command_without_a_file() -> None:
     step = next(step for step in steps_on(2) if step.name == "decode")
-    compiling = step.compiling()
+    compiling = step.compiling(peers=True)
     assert compiling.early
     assert not compiling.measures
     assert compiling.arguments == (*step.arguments[:-1], "--samples", "1", "--timeout", "170")
     assert step.arguments[-1] == "--out"
+    assert step.compiling(peers=False).arguments == (*compiling.arguments, "--no-peers")
 
 
 def _runs(pid: int) -> bool:

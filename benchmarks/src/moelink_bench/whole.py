@@ -63,10 +63,15 @@ class Step:
         """Whether it writes a file."""
         return self.arguments[-1] == "--out"
 
-    def compiling(self) -> Step:
-        """Return the step that compiles the kernels of this one: the same with one sample and without a file."""
+    def compiling(self, *, peers: bool) -> Step:
+        """Return the step that compiles the kernels of this one: the same with one sample and without a file.
+
+        ``peers``: those of other libraries, which may take longer than all of moelink's, and are the same for all
+        steps.
+        """
         settings = ("--samples", "1", "--timeout", str(_COMPILING))  # they replace those before them
-        return Step(f"compile-{self.name}", (*self.arguments[:-1], *settings), _COMPILING, early=True)
+        arguments = (*self.arguments[:-1], *settings, *["--no-peers"] * (not peers))
+        return Step(f"compile-{self.name}", arguments, _COMPILING, early=True)
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,8 @@ def run(args: argparse.Namespace, save: Save) -> int:
 
     args.out = args.out or args.folder / "whole.json"
     chosen = [known[name] for name in args.steps or known]
-    compiling = [step.compiling() for step in chosen if step.measures] if gpus > 1 and not args.compiled else []
+    measuring = [step for step in chosen if step.measures and gpus > 1 and not args.compiled]
+    compiling = [step.compiling(peers=step is measuring[0]) for step in measuring]
     done = perform_all([*compiling, *chosen], args.folder.resolve(), args.seconds, note)
     note(done)
     missed = [one.name for one in done if one.status == "not begun"]
