@@ -14,13 +14,15 @@ A layer of fp8_block128 rows and fp8 experts, without its router, on two ranks o
 ``hidden for nothing`` is the longer of the experts on all SMs and the pair on all SMs: no order of the same kernels is
 faster. All are replays of graphs, the median of the slowest rank.
 
-    torchrun --nproc-per-node 2 -m moelink_bench.overlap --case qwen3-30b-a3b deepseek-v3 --out overlap_2xh200.json
+    torchrun --nproc-per-node 2 -m moelink_bench.overlap --out overlap_2xh200.json
+    torchrun --nproc-per-node 2 -m moelink_bench.overlap --case deepseek-v3 --what shared --tokens 1 128 4096
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -154,7 +156,8 @@ class Shared:
     def __call__(self, x: Tensor) -> Tensor:
         """Return its output."""
         gate, up = (x @ self.up.T).chunk(2, dim=1)
-        return (functional.silu(gate) * up) @ self.down.T
+        out: Tensor = (functional.silu(gate) * up) @ self.down.T
+        return out
 
 
 class Bench:
@@ -275,54 +278,55 @@ class Bench:
             ep.check()
 
 
-def measure_case(name: str, args: argparse.Namespace, rank: int, clock: Clock) -> dict[str, Any]:
-    """Return the figures of one model. Collective."""
-    world = torch.distributed.get_world_size()
+def measure_model(name: str, args: argparse.Namespace, rank: int, clock: Clock) -> Iterator[dict[str, Any]]:
+    """Yield the figures of one model for each number of tokens. Collective."""
+    world, device = torch.distributed.get_world_size(), clock.device
     plan = make_layer_plan(
-        "layer", ranks=world, device=args.device, cases=(name,), tokens=(args.tokens,), samples=args.samples
+        "layer", ranks=world, device=args.device, cases=(name,), tokens=args.tokens, samples=args.samples
     )
-    case, device = plan.cases[0], clock.device
-    weights = make_weights(case.shape, seed=0, rank=rank, world_size=world, device=device)
-    inputs = make_inputs(case, plan.settings, rank=rank, device=device)
-    made = MoelinkLayer(case.shape, weights, fmt=FORMAT, max_tokens=args.tokens, device=device, timeout=CALL_TIMEOUT)
-    bench = Bench(Layer(made, inputs[0]), case, clock, args)
-    try:
+    shape, most = plan.cases[0].shape, max(args.tokens)
+    weights = make_weights(shape, seed=0, rank=rank, world_size=world, device=device)
+    made = MoelinkLayer(shape, weights, fmt=FORMAT, max_tokens=most, device=device, timeout=CALL_TIMEOUT)
+    for case in plan.cases:
+        inputs = make_inputs(case, plan.settings, rank=rank, device=device)
+        bench = Bench(Layer(made, inputs[0]), case, clock, args)
         bench.parts()
-        _, why = attempt(bench.shared)
-        bench.found.update({"shared failed": why} if why else {})
-    finally:
-        made.check()
-    for limit in args.limits:
-        _, why = attempt(functools.partial(bench.limited, limit))
-        if why:
-            bench.found.setdefault("limits", {}).setdefault(str(limit), {})["reason"] = why
+        if "shared" in args.what:
+            bench.shared()
+        for limit in args.limits if "chunks" in args.what else ():
+            _, why = attempt(functools.partial(bench.limited, limit))
+            if why:
+                bench.found.setdefault("limits", {}).setdefault(str(limit), {})["reason"] = why
+        yield bench.found
+    made.check()
     made.close()
-    return bench.found
+
+
+def gate_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Return "passed", or by how much outputs of chunks differ from those of the whole layer."""
+    limits = [limit for row in rows for limit in row.get("limits", {}).values()]
+    found = [value for limit in limits for key, value in limit.items() if key.endswith("difference")]
+    worst = max(found, default=0.0)
+    return "passed" if worst <= TOLERANCE else f"outputs of chunks differ by {worst:.3g}"
 
 
 def run(args: argparse.Namespace, save: Save) -> int:
-    """Measure every case; the first rank saves the result after each."""
+    """Measure every case; the first rank saves the result after each. The status is 1 if an output was wrong."""
     if not is_launched():
         raise ConfigError("overlap", "a launcher with two ranks or more, as torchrun --nproc-per-node 2", "none")
     rows: list[dict[str, Any]] = []
     flush = make_layer_plan("layer", ranks=2, device=args.device).flush_bytes
     with joined(0, args.device, flush_bytes=flush) as clock:
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        for name in args.case:
-            found = measure_case(name, args, rank, clock)
+        for found in itertools.chain.from_iterable(measure_model(name, args, rank, clock) for name in args.case):
             rows.append(found)
-            wrong = [
-                value for limit in found.get("limits", {}).values() for key, value in limit.items()
-                if key.endswith("difference") and not value <= TOLERANCE
-            ]  # fmt: skip
             if rank == 0:
                 print(json.dumps(found), flush=True)
                 save("overlap", {
                     "device": args.device, "devices": device_names(args.device) * ranks, "ranks": ranks,
-                    "unit": "microseconds", "samples": args.samples, "tokens": args.tokens,
-                    "gate": "passed" if not wrong else f"outputs of chunks differ by {max(wrong):.3g}", "rows": rows,
+                    "unit": "microseconds", "samples": args.samples, "gate": gate_of(rows), "rows": rows,
                 })  # fmt: skip
-    return 0
+    return int(gate_of(rows) != "passed")
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
@@ -330,7 +334,9 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", nargs="+", choices=tuple(SHAPES), default=["qwen3-30b-a3b", "deepseek-v3"])
     parser.add_argument("--limits", nargs="+", type=positive, default=[24, 48], help="SMs of communication")
     parser.add_argument("--chunks", nargs="+", type=positive, default=[2, 4])
-    add_numbers(parser, {"tokens": 4096, "samples": 9})
+    parser.add_argument("--tokens", nargs="+", type=positive, default=[4096], help="of a rank")
+    parser.add_argument("--what", nargs="+", choices=("shared", "chunks"), default=["shared", "chunks"])
+    add_numbers(parser, {"samples": 9})
 
 
 main = Script("overlap", __doc__, _options, run).main
