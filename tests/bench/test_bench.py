@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from io import StringIO
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from moelink_bench import Case, make_plan, ranks, render, run, timing
 from moelink_bench.ceiling import CeilingSamples
 from moelink_bench.contenders import MoelinkContender, check_transports, compacted, first_difference
 from moelink_bench.measure import PhaseSamples
+from moelink_bench.names import PEERS
 from moelink_bench.presets import SMOKE
 from moelink_bench.report import RankReport, RankRow
 from moelink_bench.workload import Batch, make_workload, rank_batch
@@ -35,8 +38,15 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The result of the smoke preset, by the command that a user types, in this process: its ranks interpret faster."""
     out = tmp_path_factory.mktemp("bench") / "deep" / "smoke.json"
     arguments = ["moelink", "bench", "--preset", "smoke", "--out", str(out), "--json"]
+    run_peer = run.run_peer
+
+    def kept_before(plan: Any, peer: Any, program: Any) -> Any:
+        shutil.copy(out, out.with_name(f"before-{peer}.json"))
+        return run_peer(plan, peer, program)
+
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said, redirect_stderr(StringIO()) as log:
         patch.setattr("sys.argv", arguments)
+        patch.setattr(run, "run_peer", kept_before)
         with pytest.raises(SystemExit) as ended:
             main()
     assert ended.value.code == 0, log.getvalue()
@@ -75,6 +85,21 @@ def test_smoke_result_has_everything(smoke: Path) -> None:
     assert all(case["capacity"] >= 1 and case["dispatch"]["busiest"] > 0 for case in document["cases"])
     assert document["at_the_wire_everywhere"] is None
     assert document["published"] == [], "of other sizes"
+
+
+def test_a_run_that_is_ended_leaves_what_it_has_measured(smoke: Path) -> None:
+    """Before each library the file has all rows, of which later ones say that they were not reached."""
+    document = json.loads(smoke.read_text())
+    cases = make_plan("smoke", ranks=2, device="cpu").cases
+    for reached, peer in enumerate(PEERS):
+        so_far = json.loads(smoke.with_name(f"before-{peer}.json").read_text())
+        assert [row["contender"] for row in so_far["rows"]] == [row["contender"] for row in document["rows"]]
+        later = {name for one in PEERS[reached:] for case in cases for name in run.names_of(one, case)}
+        for row, last in zip(so_far["rows"], document["rows"], strict=True):
+            if row["contender"] in later:
+                assert (row["reason"], row["phases"]) == ("was not reached", {})
+            else:
+                assert row == last
 
 
 def test_smoke_rows_have_baseline_first_and_figures(smoke: Path) -> None:

@@ -417,12 +417,15 @@ def test_one_rank_by_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_two_ranks_over_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """moelink's symmetric kernels, interpreted, and the all-to-all of gloo."""
     monkeypatch.setattr(run, "layer_main", bench_ranks.interpreted_layer_main)
-    names = (OURS, peers.TRANSFORMERS, peers.EXCHANGE)
+    names = (OURS, peers.TRANSFORMERS, peers.EXCHANGE, peers.DEEP_GEMM)
     plan = make_layer_plan("layer-smoke", ranks=2, device="cpu", tokens=[2], contenders=names)
-    document = run.run_layer_bench(plan, commit="abc1234")
+    noted: list[dict[str, Any]] = []
+    document = run.run_layer_bench(plan, commit="abc1234", note=noted.append)
     assert document["gate"]["passed"], document["gate"]
     rows = {row["contender"]: row for row in document["rows"]}
     assert list(rows) == list(names)
+    (so_far,) = noted
+    assert so_far["rows"] == document["rows"][:3], "before the one that runs in processes of its own"
     assert rows[OURS]["note"] == "symmetric transport, sized for 2 tokens, experts in bf16"
     assert rows[peers.TRANSFORMERS]["reason"] == "runs on one rank only"
     for name in (OURS, peers.EXCHANGE):
