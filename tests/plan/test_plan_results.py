@@ -160,6 +160,8 @@ NOT_COMPARED = {
     "host_time": HOST,
     "layer_host_time": HOST,
     "startup": "compiling, which the plan leaves out",
+    "generate": "whole models, eager, with the host's time",
+    "overlap": "kernels beside one another, which the plan leaves out",
     "training": "gradients and their library calls, which the plan leaves out",
     "ops_overhead": HOST,
     "membership": "pauses between calls, which the plan leaves out",
