@@ -82,7 +82,9 @@ def test_fused_and_overlapped_shared_experts_are_the_same_layer() -> None:
     torch.testing.assert_close(outs[0], outs[1])
 
 
-def test_the_shared_expert_runs_while_dispatch_is_under_way() -> None:
+@pytest.mark.quick("each is another order")
+@pytest.mark.parametrize("where", ["collective", "within a node", "between nodes"])
+def test_the_shared_expert_runs_beside_dispatch_or_after_it(where: str) -> None:
     case, order = Case(), []
 
     class Noting(torch.nn.Module):
@@ -92,7 +94,11 @@ def test_the_shared_expert_runs_while_dispatch_is_under_way() -> None:
 
     with moelink.init(**case.fields) as ep, pytest.MonkeyPatch.context() as patch, torch.no_grad():
         layer = case.make(ep, shared_expert=Noting())
-        start = ep.dispatch_async
+        start, whole = ep.dispatch_async, ep.dispatch
+        if where != "collective":
+            patch.setattr(type(ep._session.transport), "name", "symmetric")
+        if where == "between nodes":
+            object.__setattr__(ep.config, "ranks_per_node", 1)
 
         def noting(*args: Any, **options: Any) -> Any:
             order.append("start")
@@ -102,8 +108,12 @@ def test_the_shared_expert_runs_while_dispatch_is_under_way() -> None:
             return pending
 
         patch.setattr(ep, "dispatch_async", noting)
+        patch.setattr(ep, "dispatch", lambda *args, **options: (order.append("dispatch"), whole(*args, **options))[1])
         layer(case.inputs(0)[0])
-    assert order == ["start", "shared", "wait"]
+        said = repr(layer)
+    after = where == "within a node"
+    assert order == (["dispatch", "shared"] if after else ["start", "shared", "wait"])
+    assert f"shared_expert {'after' if after else 'beside'} dispatch" in said
 
 
 # --- fewer tokens than rows -------------------------------------------------------------------------------------------

@@ -55,7 +55,8 @@ class MoE(BalancedLayer):
             loss; None for none.
         activation: of the gate of experts.
         shared_expert: any module from [num_tokens, hidden_size] to the same, for example
-            :class:`moelink.nn.GatedMLP`, whose output is added. It runs while dispatch is under way.
+            :class:`moelink.nn.GatedMLP`, whose output is added. It runs beside dispatch, but after it on the symmetric
+            transport of one node, where that was measured to be faster; the ``repr`` says which.
         seed: of the first weights. A layer on any number of ranks starts with the same weights.
         host_counts: dispatch gives rows of exactly the size that is needed, in place of the worst case (or capacity),
             for one wait of the host a call: saves memory and work in eager training. Cannot be compiled or captured.
@@ -251,7 +252,19 @@ class MoE(BalancedLayer):
 
     def extra_repr(self) -> str:
         copies = f", host_copies={self.copies.count} of {self.host_copy_bytes} bytes here" if self.copies.count else ""
-        return f"experts_backend={self.experts_backend!r}{copies}"
+        shared = ""
+        if self.shared_expert is not None:
+            shared = f", shared_expert {'beside' if self._hides_dispatch else 'after'} dispatch"
+        return f"experts_backend={self.experts_backend!r}{copies}{shared}"
+
+    @property
+    def _hides_dispatch(self) -> bool:
+        """Whether the shared expert runs while dispatch is under way.
+
+        Within a node kernels of both take SMs and memory from each other, and a dispatch in two launches is longer:
+        together they take 11 to 29 % more than one after the other, from 128 tokens on (docs/lab/overlap.md).
+        """
+        return self.ep.config.ranks_per_node is not None or self.ep._session.transport.name != "symmetric"
 
     def _checked(
         self, intermediate_size: int, shared_expert: torch.nn.Module | None, placement: Placement | None
@@ -343,14 +356,16 @@ class MoE(BalancedLayer):
         options: dict[str, Any] = {
             "input_scale": input_scale, "host_counts": self.host_counts, "max_tokens": bound,
         }  # fmt: skip
-        if self.shared_expert is None:
-            shared = None
-            recv = self.ep.dispatch(tokens, ids, weights, **options)
-        else:
+        shared = pending = None
+        if self.shared_expert is not None and self._hides_dispatch:
             pending = self.ep.dispatch_async(tokens, ids, weights, **options)
+        else:
+            recv = self.ep.dispatch(tokens, ids, weights, **options)
+        if self.shared_expert is not None:
             shared = self.shared_expert(tokens)
             if present is not None:
                 shared = shared.where(present[:, None], 0)  # not zero already if the module has a bias
+        if pending is not None:
             recv = pending.wait()
         if quantized:
             y = experts(recv.tokens, recv.scales, recv.row_offsets)
@@ -393,10 +408,10 @@ class MoE(BalancedLayer):
         for bound in max_tokens:
             if isinstance(bound, bool) or not isinstance(bound, int) or not 0 <= bound <= most:
                 raise ArgumentError("max_tokens", f"integers in [0, {most}]", bound)
-        overlapped = self.shared_expert is not None
+        shared = self.shared_expert is not None
         calls = Rehearsal(
-            dispatch=("split",) if overlapped else ("fused",), combine=("fused",), weighted=(True,),
-            shared=(overlapped,),
+            dispatch=("split" if shared and self._hides_dispatch else "fused",), combine=("fused",), weighted=(True,),
+            shared=(shared,),
         )  # fmt: skip
         bounds = tuple(sorted({*max_tokens, most} - {0}))
         rows = partial(rehearse, self, config, bounds, training=training)
