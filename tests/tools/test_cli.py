@@ -294,8 +294,9 @@ def test_without_its_distribution_the_benchmark_says_what_to_install(
 def test_help_lists_the_commands() -> None:
     result = CliRunner().invoke(commands.app, ["--help"])
     assert result.exit_code == 0
-    assert "demo" in result.stdout
-    assert "env" in result.stdout
+    listed = result.stdout.partition("Commands:")[2].strip().splitlines()
+    assert {line.split()[0] for line in listed} == {"bench", "demo", "doctor", "env", "plan", "plot", "trace"}
+    assert not [line for line in listed if line.endswith("...")], "the first sentence is cut off in 80 columns"
 
 
 def test_a_terminal_shows_how_far_the_work_is(monkeypatch: pytest.MonkeyPatch) -> None:

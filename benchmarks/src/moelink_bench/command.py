@@ -107,7 +107,7 @@ def bench(
     commit: Annotated[str | None, typer.Option(help="Commit to record, where there is no repository.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Measure dispatch and combine, or the whole layer, against their peers and against the wire.
+    """Measure calls or a whole layer against peers and the wire.
 
     Nothing of moelink is timed before its results were found right; when they are not, no figure is shown and the exit
     status is 1. Start it as it is (ranks are processes), or with torchrun.

@@ -75,7 +75,7 @@ if "bench" not in _brought:
 
     @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def bench() -> None:
-        """Measure dispatch, combine and whole layers; a distribution of its own, moelink-bench, has this command."""
+        """Measure calls and layers (of the distribution moelink-bench)."""
         raise UnsupportedError(
             "bench: expected the distribution moelink-bench, got none; run pip install ./benchmarks in a clone"
         )
@@ -115,10 +115,10 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of all weights.")] = 0,
     json_output: JsonOption = False,
 ) -> None:
-    """Run text through an expert-parallel layer and compare it with the layer in one process.
+    """Run text through a layer on several ranks and check the result.
 
-    Start it as it is (ranks are processes), or with torchrun on one host or several. Exits with 1 if an error exceeds
-    the tolerance of the format and the roundings.
+    The result is compared with that of the layer in one process. Start it as it is (ranks are processes), or with
+    torchrun on one host or several. Exits with 1 if an error exceeds the tolerance of the format and the roundings.
     """
     check_topk(topk, experts)
     from moelink.tools.demo import FORMATS, DemoConfig, LayerConfig, bundled_text, run_demo
@@ -201,9 +201,10 @@ def plot(
     ] = None,
     layer: Annotated[str | None, typer.Option(help="Show this layer only.")] = None,
 ) -> None:
-    """Draw the routes of tokens: a heat map of experts over steps or layers, and the load of each rank.
+    """Draw the routes of tokens, and the load of each rank.
 
-    Give the files of all ranks of a run to see all tokens; of some, to see theirs.
+    Routes are a heat map of experts over steps or layers. Give the files of all ranks of a run to see all tokens; of
+    some, to see theirs.
     """
     check_writable(picture=out)
     from moelink.tools.plots.maps import draw_load, load_layers

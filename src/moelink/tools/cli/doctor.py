@@ -47,11 +47,11 @@ def doctor(
     out: OutOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Examine the machines of a job before it starts; exit status 1 when something is wrong.
+    """Examine the machines of a job before it starts.
 
-    Run it as the job: under torchrun on all machines, or alone for the devices of this one. It compares versions, tests
-    the connections of ranks, measures every pair, and sends tokens through every format and back. It measures a pair
-    that looks slow twice more before it reports the pair.
+    The exit status is 1 if something is wrong. Run it as the job: under torchrun on all machines, or alone for the
+    devices of this one. It compares versions, tests the connections of ranks, measures every pair, and sends tokens
+    through every format and back. It measures a pair that looks slow twice more before it reports the pair.
     """
     check_writable(out=out)
     kind, count = place_of(device, ranks, on_cpus=4)
@@ -112,7 +112,7 @@ MOST_BLOCKS, CELL = 16, 7
 """Most rows of the matrix of pairs, and the columns of the terminal that a cell takes."""
 
 
-def pairs_table(console: Console, found: Examination, problems: list[Problem]) -> Table:
+def pairs_table(console: Console, found: Examination, problems: list[Problem]) -> RenderableType:
     """Render the measurements of all pairs as a matrix of ranks: rates above the diagonal, latencies below it.
 
     If the ranks are too many for the terminal, a row and a column are a block of consecutive ranks, and a cell has the
@@ -133,7 +133,7 @@ def pairs_table(console: Console, found: Examination, problems: list[Problem]) -
         if f"ranks {first} and {second}" in named
         for cell in ((first // size, second // size), (second // size, first // size))
     }
-    grid = table(console, "Pairs: GB/s above the diagonal, latency in us below it" + "; worst of a block" * (size > 1))
+    grid = table(console, "Pairs")
     grid.add_column("", justify="right")
     for name in names:
         grid.add_column(name, justify="right", no_wrap=True)
@@ -146,7 +146,9 @@ def pairs_table(console: Console, found: Examination, problems: list[Problem]) -
                 worst = [f"{max(latencies[row, column]):.0f}"]
             cells.append(Text("".join(worst) or "-", RED if (row, column) in wrong else ""))
         grid.add_row(name, *cells)
-    return grid
+    # A title is wrapped at the width of its table.
+    legend = "GB/s above the diagonal, latency in us below it" + "; worst of a block" * (size > 1)
+    return Group(grid, Text(legend, "dim"))
 
 
 def links_text(found: Examination) -> Text:

@@ -85,6 +85,9 @@ def env(
     ] = False,
     json_output: JsonOption = False,
 ) -> None:
-    """Show versions, devices, the transport that would be chosen, and the MOELINK_* variables that are set."""
+    """Show versions, devices and the MOELINK_* variables that are set.
+
+    It also shows the transport that "auto" would choose.
+    """
     document = inspect_environment(full=full)
     show(document, lambda console: environment_view(console, document), as_json=json_output)

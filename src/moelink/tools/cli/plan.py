@@ -86,7 +86,7 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Draw the result there (.png or .svg).")] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Memory, bytes by link and predicted time at sizes that you do not have yet.
+    """Predict memory, bytes and times at sizes that you do not have.
 
     Times need constants: measured ones (--constants, or those of the package) or assumptions (--nvlink, --net,
     --latency), which replace measured ones; the output says which is which. Without them there are bytes and memory.

@@ -37,7 +37,7 @@ def trace(
     plot: Annotated[Path | None, typer.Option(help="Draw the last pair there (.png or .svg).")] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Trace when each CTA reads, waits, stores and publishes in dispatch and combine.
+    """Trace when CTAs of dispatch and combine read, wait and store.
 
     Prints median and worst of each moment, and the slowest peers; with --json the trace, as --out writes it, and in it
     the same figures as "summary". Start it as it is (ranks are processes of this machine), or with torchrun on one
