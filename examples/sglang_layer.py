@@ -1,7 +1,7 @@
 """What a layer of SGLang asks of moelink, on CPU ranks: rows of each expert in groups of 128. It needs no SGLang.
 
-python sglang_layer.py
-torchrun --nproc-per-node 2 sglang_layer.py
+python examples/sglang_layer.py
+torchrun --nproc-per-node 2 examples/sglang_layer.py
 """
 
 import torch

@@ -1,7 +1,7 @@
 """What a layer of vLLM asks of moelink, on CPU ranks: prepare, experts, finalize. It needs no vLLM.
 
-python vllm_layer.py
-torchrun --nproc-per-node 2 vllm_layer.py
+python examples/vllm_layer.py
+torchrun --nproc-per-node 2 examples/vllm_layer.py
 """
 
 from types import SimpleNamespace
