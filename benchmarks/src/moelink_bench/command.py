@@ -202,8 +202,11 @@ def plot_results(
     results: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="JSON files of moelink bench.")],
     out: Annotated[Path, typer.Option(help="Picture to write (.png or .svg).")],
 ) -> None:
-    """Draw results: latency against tokens with the wire's limit, share of the ceiling, scaling over ranks; of the
-    layer (one result), the time of each contender by its parts."""
+    """Draw results of bench as a picture.
+
+    That is latency against tokens with the wire's limit, share of the ceiling, and scaling over ranks; of the layer (one
+    result), the time of each contender by its parts.
+    """
     check_writable(picture=out)
     from moelink_bench import picture
     from moelink_bench.layer import picture as layer_picture

@@ -139,9 +139,10 @@ def check(
     out: OutOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Hold predictions against measured times; exit status 1 when one is further off than --within.
+    """Hold predictions against measured times.
 
-    Results of the layer's benchmark are compared too: the experts, and all of the layer but its routing.
+    The exit status is 1 when one is further off than --within. Results of the layer's benchmark are compared as well:
+    the experts, and all of the layer but its routing.
     """
     check_writable(out=out)
     from moelink.tools.cli.plan_view import check_view
