@@ -204,8 +204,8 @@ def plot_results(
 ) -> None:
     """Draw results of bench as a picture.
 
-    That is latency against tokens with the wire's limit, share of the ceiling, and scaling over ranks; of the layer (one
-    result), the time of each contender by its parts.
+    That is latency against tokens with the wire's limit, share of the ceiling, and scaling over ranks; of the layer
+    (one result), the time of each contender by its parts.
     """
     check_writable(picture=out)
     from moelink_bench import picture
