@@ -206,6 +206,20 @@ def test_files_that_pages_name_exist(page: str) -> None:
         assert (ROOT / name).exists(), f"{page}: expected a file of the repository, got {name}"
 
 
+def test_code_fits_into_the_site() -> None:
+    """The site shows 100 columns on a wide screen; longer lines are half hidden. Outputs are as they are."""
+    wide = [
+        f"{page}:{block.line + number}"
+        for page in PAGES
+        if not page.startswith("docs/lab/")
+        for block in blocks_of(ROOT / page)
+        if block.language in ("python", "py", "sh")
+        for number, line in enumerate(block.code.splitlines())
+        if len(line) > 100
+    ]
+    assert not wide
+
+
 def test_errors_that_are_explained_are_raised() -> None:
     """Words in bold and code of the page are those of an error, found in the source with its strings joined."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
