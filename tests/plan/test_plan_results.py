@@ -48,8 +48,9 @@ def of_layer(document: dict[str, Any], file: str) -> Iterator[Error]:
         made = fit_experts(expert_points(document, file))["formats"]
         experts = {fmt: ExpertConstants(**constants) for fmt, constants in made.items()}
     for compared in compare_layer(document, file, constants=packaged_constants(), experts=experts):
+        point = compared.point
         assert compared.error is not None
-        yield f"{compared.part} of {compared.label}, {compared.format}", compared.error
+        yield f"{point.phase}, {point.layer.tokens} tokens, {point.layer.dispatch_format}", compared.error
 
 
 def of_experts(document: dict[str, Any], file: str) -> Iterator[Error]:

@@ -161,7 +161,7 @@ def check(
         compared
         for path, found in of_layers.items()
         for compared in compare_layer(found, printable(path.name), constants=known, experts=experts)
-        if not tokens or compared.tokens in tokens
+        if not tokens or compared.point.layer.tokens in tokens
     ]
     document = fitting.to_document([*fitting.compare(wanted, known), *layers])
     write_json(document, out)

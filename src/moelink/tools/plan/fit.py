@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from moelink.tools.plan.model import FILE, Constants, PhaseConstants, Shape, pre
 from moelink.tools.plan.routing import Floats, Statistics, make_routing
 from moelink.tools.plan.traffic import PHASES, Layer, LinkBytes, Units, link_bytes
 from moelink.tools.results import BENCHMARK, CASE, METHODS, RUN, read_result
-from moelink.transports.base import Phase
 
 ROUTINGS = ("uniform", "zipf")
 """Distributions of the bench that the plan knows too. (Its third, one-rank, is no routing that one would plan for.)"""
@@ -51,11 +50,12 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Point:
-    """One measured phase of one case.
+    """One measured phase of one case, or a part of a layer.
 
     Attributes:
         run: of the measurement.
-        layer, routing, phase: the measured phase.
+        layer, routing: the calls.
+        phase: "dispatch", "combine", or the name of a part of a layer.
         method: "graph", "pairs" or "eager".
         measured_us: median over samples of the slowest rank, microseconds per call.
     """
@@ -63,7 +63,7 @@ class Point:
     run: Run
     layer: Layer
     routing: str
-    phase: Phase
+    phase: Any
     method: str
     measured_us: float
 
@@ -103,18 +103,6 @@ class Comparison:
             "routing": point.routing, "phase": point.phase, "method": point.method, "measured_us": point.measured_us,
             "predicted_us": self.predicted_us, "error": self.error,
         }  # fmt: skip
-
-
-class Compared(Protocol):
-    """A comparison with something measured: :class:`Comparison`, or one of a layer."""
-
-    @property
-    def error(self) -> float | None:
-        """As :attr:`Comparison.error`."""
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """As :attr:`Comparison.row`, with the same keys."""
 
 
 def left_out(case: Mapping[str, Any]) -> str:
@@ -192,13 +180,13 @@ def compare(points: Iterable[Point], constants: Constants) -> list[Comparison]:
     ]
 
 
-def largest_error(comparisons: Iterable[Compared]) -> float | None:
+def largest_error(comparisons: Iterable[Comparison]) -> float | None:
     """Return the largest absolute error; None without any prediction."""
     errors = [abs(comparison.error) for comparison in comparisons if comparison.error is not None]
     return max(errors, default=None)
 
 
-def to_document(comparisons: Sequence[Compared]) -> dict[str, Any]:
+def to_document(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Return the JSON form: a row per comparison."""
     return {
         "schema_version": 1,

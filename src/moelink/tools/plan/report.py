@@ -173,27 +173,17 @@ def layer_time(layer: Layer, ranks: int, routing: Routing, experts: MachineExper
     return LayerTime(float(load.rows.sum()), time)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The values of all sizes of a plan, as in :func:`make_plan`."""
-
-    layer: Layer
-    ranks_per_node: int
-    routing: Routing
-    constants: Constants
-    experts: MachineExperts
-    redundant: int
-
-
-def plan_size(setting: Setting, ranks: int) -> SizePlan:
-    """Plan one number of ranks, with the errors of :func:`make_plan`."""
-    layer, routing, per_node = setting.layer, setting.routing, setting.ranks_per_node
-    nodes = nodes_of(ranks, per_node)
-    config = layer.ep_config(ranks, ranks_per_node=per_node if nodes > 1 else None)
-    several = layer.transport == "symmetric" and nodes > 1 and per_node > 1
+def plan_size(
+    ranks: int, *, layer: Layer, ranks_per_node: int, routing: Routing, constants: Constants, experts: MachineExperts,
+    redundant: int,
+) -> SizePlan:  # fmt: skip
+    """Plan one number of ranks; the other arguments and the errors are those of :func:`make_plan`."""
+    nodes = nodes_of(ranks, ranks_per_node)
+    config = layer.ep_config(ranks, ranks_per_node=ranks_per_node if nodes > 1 else None)
+    several = layer.transport == "symmetric" and nodes > 1 and ranks_per_node > 1
     levels = dataclasses.replace(config, two_level=True) if several else None
     statistics = Statistics.of(routing, num_experts=layer.num_experts, ranks=ranks, nodes=nodes)
-    units, shape, constants = Units.of(layer, config), Shape(ranks, nodes), setting.constants
+    units, shape = Units.of(layer, config), Shape(ranks, nodes)
     schemes: dict[Copies, dict[Phase, PhasePlan]] = {}
     for copies in schemes_of(layer):
         schemes[copies] = {}
@@ -205,8 +195,8 @@ def plan_size(setting: Setting, ranks: int) -> SizePlan:
     return SizePlan(
         ranks=ranks, nodes=nodes, experts=ceil_div(layer.num_experts, ranks),
         idle_ranks=max(0, ranks - layer.num_experts), statistics=statistics, memory=Memory.of(config, levels),
-        imbalance=imbalances(routing, layer.num_experts, ranks, setting.redundant), schemes=schemes,
-        auto=chosen_copies(config), layer=layer_time(layer, ranks, routing, setting.experts),
+        imbalance=imbalances(routing, layer.num_experts, ranks, redundant), schemes=schemes,
+        auto=chosen_copies(config), layer=layer_time(layer, ranks, routing, experts),
         extrapolated=bool(fitted) and not min(fitted) <= ranks <= max(fitted),
     )  # fmt: skip
 
@@ -234,11 +224,13 @@ def make_plan(
         chosen = chosen.for_combine_format()
     for count in ranks:
         nodes_of(count, ranks_per_node)
-    setting = Setting(
-        layer=layer, ranks_per_node=ranks_per_node, routing=routing, constants=chosen, experts=machine,
-        redundant=redundant,
+    sizes = tuple(
+        plan_size(
+            count, layer=layer, ranks_per_node=ranks_per_node, routing=routing, constants=chosen, experts=machine,
+            redundant=redundant,
+        )
+        for count in ranks
     )  # fmt: skip
-    sizes = tuple(plan_size(setting, count) for count in ranks)
     return Plan(layer, ranks_per_node, routing.name, redundant, chosen, machine, sizes)
 
 
