@@ -89,7 +89,6 @@ class Calls(Contender):
         return {"dispatch": lambda: self.dispatch(copy), "combine": lambda: self.combine(copy, handle), "both": both}
 
     def chain(self, copy: int) -> Sequence[tuple[str, Call]]:
-        """See :class:`Contender`."""
         held: list[Handle] = [None]
 
         def dispatch() -> Handle:
@@ -124,7 +123,6 @@ class MoelinkContender(Calls):
         self._combined: list[Tensor | None] = [None] * workload.copies
 
     def dispatch(self, copy: int) -> DispatchOutput:
-        """See :class:`Calls`."""
         batch, (x, scales) = self._workload.batches[copy], self._workload.rows[copy]
         if self.alternates:  # rows are in the workspace, and what is beside them is made anew
             return self.ep.dispatch(x, batch.topk_ids, batch.topk_weights, scales=scales)
@@ -133,7 +131,6 @@ class MoelinkContender(Calls):
         return recv
 
     def combine(self, copy: int, handle: DispatchOutput) -> Tensor:
-        """See :class:`Calls`."""
         out = self.ep.combine(self._workload.y[copy], handle, out=self._combined[copy])
         self._combined[copy] = out
         return out
@@ -159,7 +156,6 @@ class MoelinkContender(Calls):
                 out.fill_(float("nan"))
 
     def close(self) -> None:
-        """See :class:`Contender`."""
         self.ep.close()
 
 

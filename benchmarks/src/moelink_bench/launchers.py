@@ -60,7 +60,6 @@ class Side(Contender):
         """Dispatch and combine on all ranks."""
 
     def repeats(self, copy: int) -> dict[str, Action]:  # noqa: ARG002
-        """See :class:`~moelink_bench.contenders.Contender`."""
         return {"pair": self.pair}
 
 
@@ -113,7 +112,6 @@ class LauncherSide(Side):
         self.outs = [torch.empty_like(each.x) for each in given]
 
     def pair(self) -> None:
-        """See :class:`Side`."""
         columns: list[list[Any]] = [list(column) for column in zip(*self._tensors, strict=True)]
         given, eps = self._given, self._eps
         ids = [each.topk_ids for each in given]
@@ -129,13 +127,11 @@ class LauncherSide(Side):
         )  # fmt: skip
 
     def check(self) -> str:
-        """See :class:`Side`."""
         for ep in self._eps:
             ep.check()
         return ""
 
     def close(self) -> None:
-        """See :class:`Side`."""
         for ep, memory in zip(self._eps, self._memories, strict=True):
             ep.close()
             memory.close()
@@ -170,7 +166,6 @@ class TransportSide(Side):
         self._kept: list[Any] = []
 
     def pair(self) -> None:
-        """See :class:`Side`."""
         from moelink.transports.base import CombineRequest
         from moelink.transports.symmetric.combine import Combine
         from moelink.transports.symmetric.dispatch import Dispatch
@@ -186,14 +181,12 @@ class TransportSide(Side):
         self._kept = [*dispatches, *combines]  # their tensors live until the next pair
 
     def check(self) -> str:
-        """See :class:`Side`."""
         if self.outs[0].is_cuda:
             torch.cuda.synchronize(self.outs[0].device)
         self._transport.check()
         return ""
 
     def close(self) -> None:
-        """See :class:`Side`."""
         self._transport.close()
 
 

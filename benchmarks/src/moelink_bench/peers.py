@@ -121,7 +121,6 @@ class FlashInferContender(Calls):
         self._payloads = [payloads(case, batch.x, batch.topk_ids, batch.topk_weights) for batch in workload.batches]
 
     def dispatch(self, copy: int) -> Tensor:
-        """See :class:`~moelink_bench.contenders.Calls`."""
         self._arrived(copy)
         return self._ready()
 
@@ -137,7 +136,6 @@ class FlashInferContender(Calls):
         return ready.view(-1, case.tokens, case.hidden_size)
 
     def combine(self, copy: int, handle: Tensor) -> Tensor:
-        """See :class:`~moelink_bench.contenders.Calls`."""
         combined: Tensor = self._moe.combine(handle, self._case.tokens, payload_in_workspace=True)
         return combined
 
@@ -211,12 +209,10 @@ class FlashInferWhole(FlashInferMarked):
         )  # fmt: skip
 
     def dispatch(self, copy: int) -> Permuted:  # type: ignore[override]
-        """See :class:`~moelink_bench.contenders.Calls`."""
         flat = [each.reshape(self._slots, -1) for each in self._arrived(copy)]
         return self._permutation.permute(flat[0], flat[1] if len(flat) > 3 else None, *flat[-2:])
 
     def combine(self, copy: int, handle: Permuted) -> Tensor:  # type: ignore[override]
-        """See :class:`~moelink_bench.contenders.Calls`."""
         return self._home(self._workload.y[copy], handle)
 
     def _home(self, y: Tensor, handle: Permuted) -> Tensor:
@@ -378,14 +374,12 @@ class VdevContender(Calls):
         torch.cuda.synchronize(self._sends.device)
 
     def dispatch(self, copy: int) -> int:
-        """See :class:`~moelink_bench.contenders.Calls`."""
         torch.ops.symm_mem.all_to_all_vdev_2d(
             self._sends[copy], self._receives, self._splits[copy], self._arrivals[copy], self._group, major_align=1
         )
         return copy
 
     def combine(self, copy: int, handle: int) -> Tensor:
-        """See :class:`~moelink_bench.contenders.Calls`."""
         torch.ops.symm_mem.all_to_all_vdev_2d_offset(
             self._results, self._returns, self._arrivals[copy], self._homecomings[copy], self._group
         )

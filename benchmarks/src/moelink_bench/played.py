@@ -56,7 +56,6 @@ class PlayedRowsDriver(Driver):
         self._sizes = sizes
 
     def parameters(self, function: int) -> list[tuple[int, int]]:
-        """See :class:`Driver`."""
         return [(0, size) for size in self._sizes]
 
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,39 +27,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moelink.nn import Router, RouterConfig, route
+from moelink.nn import Router, route
 from moelink.rows.wide_product import wide_product
 from moelink_bench.document import device_names
 from moelink_bench.experts import microseconds
+from moelink_bench.layer.plan import SHAPES, Shape
 from moelink_bench.script import Save, Script, positive
 
-DEEPSEEK_V3 = RouterConfig(
-    scoring="sigmoid", correction_bias=True, num_groups=8, topk_groups=4, group_score="top2", scaling_factor=2.5
-)
+_DEEPSEEK_V3 = SHAPES["deepseek-v3"]
+MODELS: Mapping[str, Shape] = MappingProxyType({
+    "qwen3": SHAPES["qwen3-30b-a3b"],
+    "deepseek-v3": replace(_DEEPSEEK_V3, router=replace(_DEEPSEEK_V3.router, correction_bias=True)),
+    "mixtral": SHAPES["mixtral-8x7b"],
+})  # fmt: skip
+"""By name, the layer whose router is timed."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """Sizes of a router, and its kind."""
-
-    hidden: int
-    experts: int
-    topk: int
-    config: RouterConfig
-
-
-MODELS = MappingProxyType(
-    {
-        "qwen3": Model(2048, 128, 8, RouterConfig()),
-        "deepseek-v3": Model(7168, 256, 8, DEEPSEEK_V3),
-        "mixtral": Model(4096, 8, 2, RouterConfig()),
-    }
-)
-
-
-def chain(logits: Tensor, bias: Tensor | None, model: Model) -> tuple[Tensor, Tensor]:
+def chain(logits: Tensor, bias: Tensor | None, model: Shape) -> tuple[Tensor, Tensor]:
     """Ids and weights by one torch operator after the other, as moelink chose them before it had a kernel."""
-    config = model.config
+    config = model.router
     scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
     compared = scores if bias is None else scores + bias
     if config.num_groups > 1:
@@ -75,25 +61,27 @@ def chain(logits: Tensor, bias: Tensor | None, model: Model) -> tuple[Tensor, Te
     return ids.int(), weights * config.scaling_factor
 
 
-def chain_router(x: Tensor, router: Router, model: Model) -> tuple[Tensor, Tensor]:
+def chain_router(x: Tensor, router: Router, model: Shape) -> tuple[Tensor, Tensor]:
     """The chain, with its logits."""
     return chain(functional.linear(x.float(), router.weight.float()), router.correction_bias, model)
 
 
-def make_router(model: Model, device: torch.device) -> Router:
+def make_router(model: Shape, device: torch.device) -> Router:
     """Draw a router in bf16, and its bias."""
-    router = Router(model.hidden, model.experts, topk=model.topk, config=model.config, dtype=torch.bfloat16).to(device)
+    router = Router(
+        model.hidden_size, model.num_experts, topk=model.topk, config=model.router, dtype=torch.bfloat16
+    ).to(device)
     if router.correction_bias is not None:
         router.correction_bias.normal_(std=0.1)
     return router
 
 
 def measure_tokens(
-    tokens: int, model: Model, router: Router, device: torch.device, samples: int
+    tokens: int, model: Shape, router: Router, device: torch.device, samples: int
 ) -> dict[str, float | bool]:
     """The figures of one number of tokens."""
-    x = torch.randn(tokens, model.hidden, device=device).to(torch.bfloat16)
-    logits, bias, config = router(x).logits, router.correction_bias, model.config
+    x = torch.randn(tokens, model.hidden_size, device=device).to(torch.bfloat16)
+    logits, bias, config = router(x).logits, router.correction_bias, model.router
     got, (plain, _) = route(logits, config, topk=model.topk, correction_bias=bias), chain(logits, bias, model)
     on_host = None if bias is None else bias.cpu()
     expected = route(logits.cpu(), config, topk=model.topk, correction_bias=on_host)  # by the twin

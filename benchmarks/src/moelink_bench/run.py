@@ -19,7 +19,7 @@ from moelink.tools.results import BENCHMARK, COLLECTIVE, SYMMETRIC
 from moelink_bench.ceiling import ceiling_of, measure_ceiling
 from moelink_bench.comparisons import SHARE_RULE, beside, comparisons_of, passed, shares_of
 from moelink_bench.contenders import Contender, MoelinkContender, check_transports, compile_calls, open_communicator
-from moelink_bench.document import run_head, to_document
+from moelink_bench.document import device_names, run_head, to_document
 from moelink_bench.measure import PHASES, measure_contender
 from moelink_bench.names import PeerName
 from moelink_bench.peers import (
@@ -49,8 +49,7 @@ def moelink_main(rank: int, world_size: int, plan: Plan, progress: str = "") -> 
         ceiling = measure_ceiling(clock, samples=max(3, plan.settings.samples // 2), timeout=CALL_TIMEOUT)
         say("compiling")
         compile_ahead(plan, rank, world_size, clock.device)
-        name = torch.cuda.get_device_name(clock.device) if plan.device == "cuda" else "CPU"
-        report = RankReport(device=name, gate="", ceiling=ceiling)
+        report = RankReport(device=device_names(plan.device)[0], gate="", ceiling=ceiling)
         for index, case in enumerate(plan.cases):
             say(f"{case.label} ({index + 1} of {len(plan.cases)})")
             report = run_case(report, index, case, plan, rank, world_size, clock)

@@ -56,13 +56,16 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None, grace: float = GRACE
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start Python with ``command`` in a session of its own, and end all that is in it with this block.
 
     Args:
         command: arguments of Python.
         log: gets the output of the session.
-        variables: the environment.
+        variables: the environment; None for that of this process.
+        grace: seconds in which the process may end by itself.
     """
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -74,7 +77,7 @@ def started(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> 
         finally:
             with suppress(subprocess.TimeoutExpired):
                 process.terminate()
-                process.wait(GRACE)
+                process.wait(grace)
             with suppress(ProcessLookupError):  # it was the last of its session
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

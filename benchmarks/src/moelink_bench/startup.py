@@ -28,7 +28,7 @@ import moelink
 from moelink.nn import MoE
 from moelink.nn.expert_backends import ExpertsBackend
 from moelink.testing import run_ranks
-from moelink_bench.document import markdown
+from moelink_bench.document import device_names, markdown
 from moelink_bench.layer.plan import SHAPES
 from moelink_bench.ranks import CALL_TIMEOUT
 from moelink_bench.script import Save, Script, positive
@@ -120,10 +120,10 @@ def run(args: argparse.Namespace, save: Save) -> int:
         [row["line"], *(f"{row['seconds'][step]:.1f}" for step in STEPS), str(len(row["kernels"]))] for row in rows
     ]
     print(markdown(["cache", *(f"{step}, s" for step in STEPS), "kernels"], lines))
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     settings = {name: getattr(args, name) for name in ("case", "format", "tokens", "training")}
     save(BENCHMARK, {
-        "device": args.device, "devices": [device] * args.ranks, "ranks": args.ranks, "settings": settings,
+        "device": args.device, "devices": device_names(args.device) * args.ranks, "ranks": args.ranks,
+        "settings": settings,
         "unit": "seconds of the slowest rank", "target": TARGET, "rows": rows,
     })  # fmt: skip
     return 0

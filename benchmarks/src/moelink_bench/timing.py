@@ -125,11 +125,9 @@ class WallClock(Clock):
         self.device = torch.device("cpu")
 
     def align(self) -> None:
-        """See :class:`Clock`."""
         host_barrier()
 
     def measure_steps(self, steps: Sequence[Action], *, samples: int, warmup: int) -> list[list[float]]:
-        """See :class:`Clock`."""
         measured = []
         for _ in range(warmup + samples):
             self.align()
@@ -174,7 +172,6 @@ class CudaClock(Clock):
             dist.all_reduce(self._token)
 
     def measure_steps(self, steps: Sequence[Action], *, samples: int, warmup: int) -> list[list[float]]:
-        """See :class:`Clock`."""
         torch.cuda.synchronize(self.device)
         host_barrier()
         recorded = []

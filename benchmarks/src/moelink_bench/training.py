@@ -46,9 +46,9 @@ from torch import Tensor
 
 from moelink.formats import get_format
 from moelink.routing import ExpertMap
-from moelink_bench.document import markdown
+from moelink_bench.document import device_names, markdown
 from moelink_bench.layer.contenders import LayerContender, MoelinkLayer, Setting
-from moelink_bench.layer.data import LayerInput, Weights, fill_expert, make_inputs, make_weights, worst_error
+from moelink_bench.layer.data import LayerInput, empty_weights, fill_expert, make_inputs, make_weights, worst_error
 from moelink_bench.layer.peers import EXCHANGE, TRANSFORMERS, ExchangeLayer, TransformersLayer
 from moelink_bench.layer.plan import SHAPES, LayerCase, LayerPlan, Shape, make_layer_plan
 from moelink_bench.ranks import CALL_TIMEOUT, joined, reports_of, teller
@@ -115,28 +115,23 @@ def truth(given: LayerInput, grad: Tensor, shape: Shape, *, fmt: str, seed: int)
     weights = chosen / chosen.sum(-1, keepdim=True) if config.renormalize else chosen
     weights = weights * config.scaling_factor
     out, dx, dweights = (torch.zeros_like(each) for each in (rounded, rounded, weights))
-    one = _empty_expert(shape, x.device)
+    one = empty_weights(shape, 1, x.device)
+    gate_up, down = one.gate_up[0], one.down[0]
     for expert in range(shape.num_experts):
         tokens, slots = (ids == expert).nonzero(as_tuple=True)
         if not len(tokens):
             continue
-        fill_expert(one.gate_up, one.down, seed=seed, expert=expert)
+        fill_expert(gate_up, down, seed=seed, expert=expert)
         rows = rounded[tokens].requires_grad_()
         weight = weights.detach()[tokens, slots].requires_grad_()
-        gate, up = (rows @ one.gate_up.float().T).chunk(2, dim=1)
-        part = (gate * gate.sigmoid() * up) @ one.down.float().T * weight[:, None]
+        gate, up = (rows @ gate_up.float().T).chunk(2, dim=1)
+        part = (gate * gate.sigmoid() * up) @ down.float().T * weight[:, None]
         of_rows, of_weight = torch.autograd.grad(part, (rows, weight), grad[tokens])
         out.index_add_(0, tokens, part.detach())
         dx.index_add_(0, tokens, of_rows)
         dweights[tokens, slots] = of_weight
     by_router, of_router = torch.autograd.grad(weights, (x, router), dweights)
     return Truth(out, dx + by_router, of_router)
-
-
-def _empty_expert(shape: Shape, device: torch.device) -> Weights:
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    gate_up = torch.empty(2 * inner, hidden, dtype=torch.bfloat16, device=device)
-    return Weights(gate_up, torch.empty(hidden, inner, dtype=torch.bfloat16, device=device))
 
 
 class Step:
@@ -394,9 +389,8 @@ def run(args: argparse.Namespace, save: Save) -> int:
         if row["reason"]:
             print(f"{labels[row['case']]}, {row['contender']}: {row['reason']}")
     failed = any(row["contender"].startswith("moelink") for row in faults)
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     save(BENCHMARK, {
-        "device": args.device, "devices": [device] * args.ranks, "ranks": args.ranks,
+        "device": args.device, "devices": device_names(args.device) * args.ranks, "ranks": args.ranks,
         "settings": {"steps": STEPS, "samples": args.samples, "seed": args.seed},
         "unit": "microseconds a step made one by one, the median of the slowest rank; bytes of torch's allocator",
         "tolerances": {"out": OUT_TOLERANCE, "gradients": GRADIENT_TOLERANCE},

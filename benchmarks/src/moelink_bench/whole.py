@@ -17,10 +17,7 @@ nodes; 20,000 calls; and, on four or more, all GPU tests. Without a GPU: the pre
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +31,7 @@ import torch
 from moelink.errors import ArgumentError
 from moelink_bench.names import CaseName
 from moelink_bench.script import Save, Script, positive
+from moelink_bench.serve_processes import started
 
 _ENOUGH = 0.5
 """Share of a step's limit that must be left for it to begin: limits have room for a slow compiler."""
@@ -130,26 +128,12 @@ def perform(step: Step, folder: Path, seconds: float) -> Done:
     """Run a step for at most ``seconds``, and end all its processes. Its output goes to a file of its name."""
     out = (str(folder / f"{step.name}.json"),) if step.measures else ()
     log, begin = folder / f"{step.name}.log", time.monotonic()
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            (sys.executable, *step.arguments, *out), stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        status: int | str = "ended"
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                status = process.wait(seconds)
-        finally:
-            _end(process)
+    status: int | str = "ended"
+    with started((*step.arguments, *out), log, grace=0.0) as process, suppress(subprocess.TimeoutExpired):
+        status = process.wait(seconds)
     lines = log.read_text(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return Done(step.name, status, round(time.monotonic() - begin, 1), last)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the session of ``process``: ranks are its children."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def perform_all(steps: Sequence[Step], folder: Path, seconds: float, note: Any) -> list[Done]:

@@ -73,7 +73,6 @@ class Dispatcher(Contender):
         return {name: functools.partial(call, copy) for name, call in self.passes.items()}
 
     def check(self) -> str:
-        """See :class:`~moelink_bench.contenders.Contender`."""
         self.checked()
         return ""
 

@@ -264,13 +264,11 @@ class MoelinkLayer(LayerContender):
         self.note = f"{transport} transport, sized for {max_tokens} tokens, {how}"
 
     def layer(self, given: LayerInput) -> Tensor:
-        """See :class:`LayerContender`."""
         if self.moe.router is not given.router:
             self.moe.router = given.router
         return self.moe(given.x, max_tokens=len(given.x))  # type: ignore[no-any-return]
 
     def parts(self) -> tuple[Part, ...]:
-        """See :class:`LayerContender`."""
         return (
             ROUTE,
             Part("dispatch", self._dispatch),
@@ -289,12 +287,10 @@ class MoelinkLayer(LayerContender):
         return self.ep.combine(at.rows, at.home)
 
     def check(self) -> str:
-        """See :class:`LayerContender`."""
         self.ep.check()
         return ""
 
     def close(self) -> None:
-        """See :class:`LayerContender`."""
         self.moe.close()
         self.ep.close()
 

@@ -49,13 +49,14 @@ def fill_expert(gate_up: Tensor, down: Tensor, *, seed: int, expert: int) -> Non
 def make_weights(shape: Shape, *, seed: int, rank: int, world_size: int, device: torch.device) -> Weights:
     """Draw the experts that ``rank`` owns."""
     experts = ExpertMap(shape.num_experts, world_size)
-    weights = _empty(shape, experts.num_local(rank), device)
+    weights = empty_weights(shape, experts.num_local(rank), device)
     for group in range(experts.num_local(rank)):
         fill_expert(weights.gate_up[group], weights.down[group], seed=seed, expert=experts.first(rank) + group)
     return weights
 
 
-def _empty(shape: Shape, groups: int, device: torch.device) -> Weights:
+def empty_weights(shape: Shape, groups: int, device: torch.device) -> Weights:
+    """Return weights of so many experts that are not drawn yet."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     return Weights(
         torch.empty(groups, 2 * inner, hidden, dtype=torch.bfloat16, device=device),
@@ -110,7 +111,7 @@ def truth(given: LayerInput, shape: Shape, *, fmt: str, seed: int, fp8_experts: 
     x = codec.dequantize(quantized.payload, quantized.scales).float()
     routing = choose(given)
     out = torch.zeros_like(x)
-    one = _empty(shape, 1, x.device)
+    one = empty_weights(shape, 1, x.device)
     gate_up, down = one.gate_up[0], one.down[0]
     for expert in range(shape.num_experts):
         chosen = routing.topk_ids == expert

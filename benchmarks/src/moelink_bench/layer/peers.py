@@ -85,7 +85,6 @@ class TransformersLayer(LayerContender):
         self.experts = _experts(module, at)
 
     def layer(self, given: LayerInput) -> Tensor:
-        """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
         routing = choose(given)
         out: Tensor = self.experts(given.x, routing.topk_ids, routing.topk_weights.to(given.x.dtype))
         return out
@@ -130,7 +129,6 @@ class ExchangeLayer(LayerContender):
         self.note = "nothing to exchange on one rank" if at.plan.ranks == 1 else waits
 
     def parts(self) -> tuple[Part, ...]:
-        """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
         return (
             ROUTE,
             Part("dispatch", self._dispatch),
@@ -226,7 +224,6 @@ class FlashInferLayer(LayerContender):
         self._first, self._local = experts.first(at.rank), experts.num_local(at.rank)
 
     def parts(self) -> tuple[Part, ...]:
-        """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
         return (
             ROUTE,
             Part("dispatch", self._dispatch),
@@ -324,7 +321,6 @@ class DeepGemmLayer(LayerContender):
         )  # fmt: skip
 
     def layer(self, given: LayerInput) -> Tensor:
-        """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
         routing, buffer = choose(given), self._buffer
         self._library.mega_moe_pre_dispatch_sm90(
             given.x, routing.topk_ids, routing.topk_weights, buffer.x, buffer.x_sf, buffer.topk_idx,
@@ -339,7 +335,6 @@ class DeepGemmLayer(LayerContender):
         return ()
 
     def close(self) -> None:
-        """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
         self._buffer.destroy()
 
 
@@ -360,7 +355,6 @@ class DeepGemmProducts(MoelinkLayer):
         self._library: Any = importlib.import_module("deep_gemm")
 
     def layer(self, given: LayerInput) -> Tensor:
-        """See :class:`~moelink_bench.layer.contenders.LayerContender`."""
         return LayerContender.layer(self, given)
 
     def _expert_parts(self) -> tuple[Part, ...]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from moelink.errors import ConfigError
 from moelink.tools.common import Progress
 from moelink_bench.contenders import compile_calls
+from moelink_bench.document import device_names
 from moelink_bench.layer.contenders import (
     Given,
     LayerContender,
@@ -91,8 +92,7 @@ def layer_main(rank: int, world_size: int, plan: LayerPlan, progress: str = "") 
     """
     say = teller(rank, progress)
     with joined(rank, plan.device, flush_bytes=plan.flush_bytes, timeout=plan.timeout) as clock, torch.no_grad():
-        device = torch.cuda.get_device_name(clock.device) if plan.device == "cuda" else "CPU"
-        report = RankReport(device)
+        report = RankReport(device_names(plan.device)[0])
         for shape, most in plan.shapes().items():
             say(f"{shape.model}: weights")
             made, reason = attempt(functools.partial(

@@ -215,7 +215,6 @@ class RowLauncher:
 
     @contextmanager
     def noting(self) -> Iterator[list[Note]]:
-        """See :class:`moelink.kernels.launch.replay.Launcher`."""
         notes = self._noting[threading.get_ident()] = []
         try:
             yield notes
@@ -223,7 +222,6 @@ class RowLauncher:
             del self._noting[threading.get_ident()]
 
     def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """See :class:`moelink.kernels.launch.replay.Launcher`."""
         if is_interpreted() or torch.version.hip is not None or not tensor.is_cuda or self._preparing:
             return None
         index = tensor.get_device()

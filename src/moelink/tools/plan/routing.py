@@ -73,7 +73,6 @@ class Uniform:
         return "uniform"
 
     def hits(self, bounds: Bounds) -> Floats:
-        """See :class:`Routing`."""
         sizes = {*np.diff(bounds).tolist()}
         by_size = {size: hit_probability(self.num_experts, self.topk, size) for size in sizes}
         return np.array([by_size[size] for size in np.diff(bounds).tolist()], dtype=np.float64)
@@ -112,7 +111,6 @@ class Zipf:
         return "zipf"
 
     def hits(self, bounds: Bounds) -> Floats:
-        """See :class:`Routing`."""
         rates = 1 / np.arange(1, self.num_experts + 1, dtype=np.float64)
         rates /= rates.sum()
         # Left of the first node a clock has rung with probability below 1e-17, right of the last all have.
@@ -129,7 +127,6 @@ class Zipf:
         return result
 
     def slots(self, bounds: Bounds) -> Floats:
-        """See :class:`Routing`."""
         each = self.hits(range(self.num_experts + 1))
         return np.diff(np.concatenate(([0.0], each.cumsum()))[np.asarray(bounds)])
 
@@ -187,14 +184,12 @@ class Trace:
         return f"{self.source}, {len(self.topk_ids)} tokens"
 
     def hits(self, bounds: Bounds) -> Floats:
-        """See :class:`Routing`."""
         blocks = np.sort(self._blocks(bounds), axis=1)
         first = np.ones(blocks.shape, dtype=bool)
         first[:, 1:] = blocks[:, 1:] != blocks[:, :-1]
         return self._shares(blocks[first], bounds)
 
     def slots(self, bounds: Bounds) -> Floats:
-        """See :class:`Routing`."""
         return self._shares(self._blocks(bounds).ravel(), bounds)
 
     def _blocks(self, bounds: Bounds) -> NDArray[np.int64]:
