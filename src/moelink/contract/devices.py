@@ -45,29 +45,20 @@ def distributed_ep_dispatch(
         ArgumentError: an ``ep`` is missing or twice in the list, or over blocks of its own, lists have different
             lengths, or what a launcher refuses; nothing was launched on any device.
     """
-    count = _check_ranks(ep)
-    weights = _spread("router_weights", router_weights, count)
-    scales = _spread("input_scales", input_scales, count)
-    outputs = _lists(
-        count, token_handler=token_handler, row_offsets=row_offsets, expert_ids=expert_ids, src_info=src_info
-    )
-    inputs = _lists(count, atomic_counters=atomic_counters, input_tokens=input_tokens, topk_ids=topk_ids)
-    ends = _lists(count, pointers=pointers, routing=routing)
-    options = [dict(router_weights=w, input_scales=scale) for w, scale in zip(weights, scales, strict=True)]
-    if launches_overlap([each.device for each in ep]):
-        _start(
-            ep,
-            [ep_fused_dispatch.prepare(ep[i], *outputs[i], *inputs[i], *ends[i], **options[i]) for i in range(count)],
-        )
+    each = _by_device(
+        ep, token_handler=token_handler, row_offsets=row_offsets, expert_ids=expert_ids, src_info=src_info,
+        atomic_counters=atomic_counters, input_tokens=input_tokens, topk_ids=topk_ids, pointers=pointers,
+        routing=routing, router_weights=router_weights, input_scales=input_scales,
+    )  # fmt: skip
+    if launches_overlap([one.device for one in ep]):
+        _start(ep, [ep_fused_dispatch.prepare(one, **given) for one, given in zip(ep, each, strict=True)])
         return
-    first = [ep_dispatch_async.prepare(ep[i], *inputs[i], *ends[i], **options[i]) for i in range(count)]
-    closing = _lists(count, pointers=pointers, atomic_counters=atomic_counters, routing=routing)
-    second = [
-        ep_dispatch_wait.prepare(ep[i], *outputs[i], *closing[i], num_input_tokens=len(input_tokens[i]))
-        for i in range(count)
-    ]
-    for handler, given in zip(token_handler, weights, strict=True):
-        require_weights(handler, given is not None, because="router_weights")
+    first = _prepared(ep_dispatch_async, ep, each)
+    second = _prepared(
+        ep_dispatch_wait, ep, [{**given, "num_input_tokens": len(given["input_tokens"])} for given in each]
+    )
+    for given in each:
+        require_weights(given["token_handler"], given["router_weights"] is not None, because="router_weights")
     _start(ep, first)
     _start(ep, second, in_turn=True)
 
@@ -92,30 +83,24 @@ def distributed_ep_combine(
         ArgumentError: an ``ep`` is missing or twice in the list, or over blocks of its own, lists have different
             lengths, or what a launcher refuses; nothing was launched on any device.
     """
-    count = _check_ranks(ep)
-    outputs = _lists(count, output_tokens=output_tokens)
-    inputs = _lists(
-        count, atomic_counters=atomic_counters, input_tokens=input_tokens, routing=routing, pointers=pointers
-    )
-    ids = _lists(count, topk_ids=topk_ids)
-    travelled = _spread("row_weights", row_weights, count)
-    spread = [
-        _spread(name, values, count)
-        for name, values in (("router_weights", router_weights), ("shared", shared), ("epilogue_fn", epilogue_fn))
-    ]
-    options = [
-        dict(row_weights=row, router_weights=home, shared=add, epilogue_fn=epilogue)
-        for row, home, add, epilogue in zip(travelled, *spread, strict=True)
-    ]
-    if launches_overlap([each.device for each in ep]):
-        _start(
-            ep, [ep_fused_combine.prepare(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i]) for i in range(count)]
-        )
+    each = _by_device(
+        ep, output_tokens=output_tokens, atomic_counters=atomic_counters, input_tokens=input_tokens, routing=routing,
+        pointers=pointers, topk_ids=topk_ids, router_weights=router_weights, row_weights=row_weights, shared=shared,
+        epilogue_fn=epilogue_fn,
+    )  # fmt: skip
+    if launches_overlap([one.device for one in ep]):
+        _start(ep, [ep_fused_combine.prepare(one, **given) for one, given in zip(ep, each, strict=True)])
         return
-    first = [ep_combine_async.prepare(ep[i], *inputs[i], row_weights=travelled[i]) for i in range(count)]
-    second = [ep_combine_wait.prepare(ep[i], *outputs[i], *inputs[i], *ids[i], **options[i]) for i in range(count)]
+    first, second = _prepared(ep_combine_async, ep, each), _prepared(ep_combine_wait, ep, each)
     _start(ep, first)
     _start(ep, second, in_turn=True)
+
+
+def _prepared(launcher: Any, ep: Sequence[EPBuffers], each: Sequence[dict[str, Any]]) -> list[Prepared]:
+    """Prepare ``launcher`` on each device with those of its arguments that it takes."""
+    names = launcher.__signature__.parameters
+    taken = ({name: value for name, value in given.items() if name in names} for given in each)
+    return [launcher.prepare(one, **given) for one, given in zip(ep, taken, strict=True)]
 
 
 def _start(ep: Sequence[EPBuffers], prepared: Sequence[Prepared], *, in_turn: bool = False) -> None:
@@ -182,6 +167,8 @@ def _spread(name: str, values: Sequence[object] | None, count: int) -> list[Any]
     return list(values)
 
 
-def _lists(count: int, **arguments: Sequence[object]) -> list[tuple[Any, ...]]:
-    """The arguments of each device."""
-    return list(zip(*(_spread(name, values, count) for name, values in arguments.items()), strict=True))
+def _by_device(ep: Sequence[EPBuffers], **arguments: Sequence[object] | None) -> list[dict[str, Any]]:
+    """Return the arguments of each device by name, once the ranks are checked."""
+    count = _check_ranks(ep)
+    lists = [_spread(name, values, count) for name, values in arguments.items()]
+    return [dict(zip(arguments, values, strict=True)) for values in zip(*lists, strict=True)]

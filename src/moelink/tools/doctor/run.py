@@ -101,38 +101,27 @@ def examine(
     """Examine the ranks of ``board``. Collective; every rank returns what all found. ``step`` gets the name of each
     step that has ended."""
     found: dict[str, Any] = {}
-    _examine(board, device, found, store=store, formats=formats, transport=transport, make_wire=make_wire, step=step)
-    return Examination(**found, odd=board.odd)
 
+    def ended() -> Examination:
+        return Examination(**found, odd=board.odd)
 
-def _examine(
-    board: Board,
-    device: torch.device,
-    found: dict[str, Any],
-    *,
-    store: Any,
-    formats: Sequence[str],
-    transport: TransportName,
-    make_wire: Callable[[torch.device], Wire],
-    step: Progress,
-) -> None:
     found["facts"] = board.share("facts", facts_of(device), (board.deadline - time.monotonic()) / 3)
     step("facts of ranks")
     if None in found["facts"]:
-        return
+        return ended()
     found["times"] = board.share("times", time.time())
     found["reached"] = _reach(board)
     step("connections of ranks")
     if board.world_size > 1:
         if any(each is None or set(each.values()) - {"answers"} for each in found["reached"]):
-            return
+            return ended()
         found["mesh"] = board.share("mesh", _connect(board, device, store))
         step("process group")
         if set(found["mesh"]) != {"ok"}:
-            return
+            return ended()
         found["pairs"], found["broken"] = _measure_all(board, device, make_wire(device), found["facts"], step)
         if found["broken"]:
-            return
+            return ended()
     left = [each for each in board.share("seconds", board.deadline - time.monotonic()) if each is not None]
     timeout = max(1.0, min(left) / 2)  # init compares it over the ranks
     said = round_trips(
@@ -140,6 +129,7 @@ def _examine(
         step=step,
     )  # fmt: skip
     found["formats"] = board.share("formats", said)
+    return ended()
 
 
 def _reach(board: Board) -> list[dict[int, str] | None]:
