@@ -273,14 +273,8 @@ class PeerTimeoutError(PeerError):
         wanted = f"call {expected}" if call > 0 else "it within the timeout"
         reached = f"call {got}" if got is not None else "no answer" if call > 0 else "nothing"
         because = f" ({detail})" if detail else ""
-        super().__init__(
-            f"rank {rank}: {who} did not arrive in {where}: expected {wanted}, got {reached}{because}; "
-            + self._advice(rank, peer, phase),
-            rank=rank,
-            peer=peer,
-            phase=phase,
-            call=call,
-        )
+        text = f"rank {rank}: {who} did not arrive in {where}: expected {wanted}, got {reached}{because}; "
+        super().__init__(text + self._advice(rank, peer, phase), rank=rank, peer=peer, phase=phase, call=call)
         self.expected, self.got, self.node = expected, got, node
 
     @staticmethod
@@ -313,20 +307,12 @@ class PeerLeftError(PeerTimeoutError):
         self, *, rank: int, peer: int, phase: str, call: int, interrupted: bool, node: int | None = None
     ) -> None:
         got = f"an exception that entered its {phase} (call {call})" if interrupted else "an exception there"
-        where = (
-            f"has left the communicator: its {phase} (call {call}) was interrupted"
-            if interrupted
-            else ("left the communicator")
+        left = f"has left the communicator: its {phase} (call {call}) was interrupted"
+        text = (
+            f"rank {rank}: {_named(peer, node)} {left if interrupted else 'left the communicator'}: expected it to end "
+            f"each call, and its `with` block without an exception, got {got}; {self._advice(rank, peer, phase)}"
         )
-        PeerError.__init__(
-            self,
-            f"rank {rank}: {_named(peer, node)} {where}: expected it to end each call, and its `with` block without an "
-            f"exception, got {got}; {self._advice(rank, peer, phase)}",
-            rank=rank,
-            peer=peer,
-            phase=phase,
-            call=call,
-        )
+        PeerError.__init__(self, text, rank=rank, peer=peer, phase=phase, call=call)
         self.expected, self.got, self.node, self.interrupted = call, None, node, interrupted
 
 
@@ -342,16 +328,12 @@ class UndeliveredError(PeerTimeoutError):
     """
 
     def __init__(self, *, rank: int, peer: int, phase: str, call: int, expected: int, node: int | None = None) -> None:
-        PeerError.__init__(
-            self,
+        text = (
             f"rank {rank}: what {_named(peer, node)} sent in {phase} (call {call}) did not arrive over the network: "
             f"expected its signal of call {expected}, got none although it has entered that call; check the network of "
-            f"its node and whether its kernels run (moelink doctor), then {self._advice(rank, peer, phase)}",
-            rank=rank,
-            peer=peer,
-            phase=phase,
-            call=call,
+            f"its node and whether its kernels run (moelink doctor), then {self._advice(rank, peer, phase)}"
         )
+        PeerError.__init__(self, text, rank=rank, peer=peer, phase=phase, call=call)
         self.expected, self.got, self.node = expected, None, node
 
 
@@ -362,13 +344,9 @@ class RankMaskedError(PeerTimeoutError):
     """
 
     def __init__(self, *, rank: int, by: int, phase: str, call: int) -> None:
-        PeerError.__init__(
-            self,
+        text = (
             f"rank {rank}: rank {rank} itself is masked: expected it in all calls, got none from it by the time that "
-            f"rank {by} masked it, after call {call} there; call admit([{rank}], store) here and on those that go on",
-            rank=rank,
-            peer=rank,
-            phase=phase,
-            call=call,
+            f"rank {by} masked it, after call {call} there; call admit([{rank}], store) here and on those that go on"
         )
+        PeerError.__init__(self, text, rank=rank, peer=rank, phase=phase, call=call)
         self.expected, self.got, self.node, self.by = call, None, None, by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -43,20 +44,16 @@ def round_trip(
     return int((got != expected).any(1).sum())
 
 
-def round_trips(
-    names: Sequence[str], *, rank: int, world_size: int, device: torch.device, transport: TransportName, timeout: float,
-    step: Progress,
-) -> dict[str, str]:  # fmt: skip
-    """Try :func:`round_trip` of each format: "ok", or the error. ``step`` gets the name of each.
+def round_trips(names: Sequence[str], *, step: Progress, **where: Any) -> dict[str, str]:
+    """Try :func:`round_trip` of each format, with the arguments ``where``: "ok", or the error. ``step`` gets the name
+    of each.
 
     After an error the rest is not tried, because ranks may be out of step.
     """
     said: dict[str, str] = {}
     for name in names:
         try:
-            wrong = round_trip(
-                name, rank=rank, world_size=world_size, device=device, transport=transport, timeout=timeout
-            )
+            wrong = round_trip(name, **where)
             said[name] = f"{wrong} of {TOKENS} tokens came home changed" if wrong else "ok"
             step(f"format {name}")
         except (MoelinkError, RuntimeError) as error:
