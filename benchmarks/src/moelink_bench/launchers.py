@@ -216,7 +216,11 @@ def measure(case: Case, ranks: int, device: torch.device, settings: Settings, ti
     for mine, other in zip(*(side.outs for side in sides), strict=True):
         assert_bitwise_equal(mine, other, f"the result of {case.label} on {ranks} ranks")
     clock = make_clock(device, flush_bytes=settings.rotation_bytes)
-    actions = {side.name: _repeated(side, settings.calls, device) for side in sides}
+    calls, on_gpu = settings.calls, device.type == "cuda"
+    actions = {
+        side.name: capture([side.pair] * calls, device).replay if on_gpu else repeated(side.pair, calls)
+        for side in sides
+    }
     samples = in_turns(actions, clock, Turns(turns=settings.samples, dropped=settings.warmup))
     for side in sides:
         side.check()
@@ -227,11 +231,6 @@ def measure(case: Case, ranks: int, device: torch.device, settings: Settings, ti
         "us": {name: asdict(figure) for name, figure in figures.items()},
         "quotient": round(figures["launchers"].median / figures["communicator"].median, 3),
     }  # fmt: skip
-
-
-def _repeated(side: Side, calls: int, device: torch.device) -> Action:
-    """So many pairs, on a CUDA device as one graph."""
-    return capture([side.pair] * calls, device).replay if device.type == "cuda" else repeated(side.pair, calls)
 
 
 def options(parser: argparse.ArgumentParser) -> None:

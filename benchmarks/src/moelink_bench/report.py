@@ -69,12 +69,11 @@ class RankReport:
     def decode(cls, said: dict[str, Any]) -> RankReport:
         """The report that a rank sent as the values of its fields (``dataclasses.asdict``)."""
         fields = {name: _tuples(value) for name, value in said.items()}
-        rows = [RankRow(**{**row, "phases": _samples(row["phases"])}) for row in said["rows"]]
+        rows = [
+            RankRow(**{**row, "phases": {name: PhaseSamples(**_tuples(each)) for name, each in row["phases"].items()}})
+            for row in said["rows"]
+        ]
         return cls(**{**fields, "ceiling": CeilingSamples(**_tuples(said["ceiling"])), "rows": tuple(rows)})
-
-
-def _samples(said: dict[str, dict[str, Any]]) -> dict[str, PhaseSamples]:
-    return {phase: PhaseSamples(**_tuples(each)) for phase, each in said.items()}
 
 
 def _tuples(value: Any) -> Any:

@@ -94,11 +94,6 @@ def segments(row: dict[str, Any]) -> list[tuple[str, float]]:
     return [(name, took * figure["median"] / total) for name, took in parts.items()]
 
 
-def _short(contender: str) -> str:
-    """The name of a contender below its bar."""
-    return SHORT.get(contender, contender.removesuffix(" one-sided"))
-
-
 def _panel(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
     frame(axes, title, "", "")
     axes.grid(visible=False, axis="x")
@@ -112,7 +107,8 @@ def _panel(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
         by_call = "" if row["graph"] else "*"
         axes.text(place, bottom + 0.02 * highest, f"{bottom:.0f}{by_call}", ha="center", size=6.5, color=INK)
     axes.set_ylim(0, 1.12 * highest)
-    axes.set_xticks(range(len(rows)), [_short(row["contender"]) for row in rows], rotation=38, ha="right")
+    names = [SHORT.get(row["contender"], row["contender"].removesuffix(" one-sided")) for row in rows]
+    axes.set_xticks(range(len(rows)), names, rotation=38, ha="right")
     axes.tick_params(axis="x", labelsize=6, length=0, pad=1)
     axes.tick_params(axis="y", labelsize=7)
 

@@ -132,16 +132,12 @@ def _devices(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Problem]:
         yield from _odd_ones(values, words, "set up all machines alike")
     for rank, device in devices.items():
         if device["driver"].get("clocks_event_reasons.hw_slowdown") == "Active":
-            what = f"expected a device at full speed, got one that the hardware slows down ({_mhz(device)})"
+            clocks = f"{device['driver'].get('clocks.sm')} of {device['driver'].get('clocks.max.sm')} MHz"
+            what = f"expected a device at full speed, got one that the hardware slows down ({clocks})"
             yield Problem(f"rank {rank}", what, "check its cooling and power")
         if device["kind"] == "cuda" and device["free"] < LEAST_FREE * device["total"]:
             what = f"expected at least half of the memory free, got {device['free'] / 2**30:.1f} GiB"
             yield Problem(f"rank {rank}", what, "end what else runs on the device (nvidia-smi names it)")
-
-
-def _mhz(device: Mapping[str, Any]) -> str:
-    driver = device["driver"]
-    return f"{driver.get('clocks.sm')} of {driver.get('clocks.max.sm')} MHz"
 
 
 def _clocks(times: Sequence[float | None]) -> Iterator[Problem]:

@@ -33,7 +33,7 @@ def facts_of(device: torch.device) -> dict[str, Any]:
         "time": time.time(),
         "device": _device(device),
         "nvshmem": _has_nvshmem(),
-        "network": _adapters(),
+        "network": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
         "variables": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(("MOELINK_", "NCCL_"))
         },
@@ -93,8 +93,3 @@ def _has_nvshmem() -> bool:
     from moelink.memory.torch_symm import symmetric_memory_module
 
     return bool(symmetric_memory_module().is_nvshmem_available())
-
-
-def _adapters() -> list[str]:
-    folder = Path("/sys/class/infiniband")
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []

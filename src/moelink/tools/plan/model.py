@@ -152,15 +152,11 @@ def read_constants(document: object, name: str) -> Constants:
     """
     content = FILE.checked(document, name)
     phases = {phase: PhaseConstants(**{f: content["phases"][phase][f] for f in FIELDS}) for phase in PHASES}
-    known = [f for f in FIELDS if any(_tells(getattr(phases[phase], f)) for phase in PHASES)]
+    # A fit to one node has a hop of 0 us for lack of data.
+    known = [f for f in FIELDS if any(getattr(phases[phase], f) for phase in PHASES)]
     what = f"{content['machine']}, {content['contender']} by {content['method']}"
     description = f"{what}, fitted to {runs_text(content)}"
     return Constants(phases, {f: f"fitted: {name}" for f in known}, tuple(content["ranks"]), description)
-
-
-def _tells(value: float | None) -> bool:
-    """Return whether a value was measured: a fit to one node has a hop of 0 us for lack of data."""
-    return value is not None and value != 0.0
 
 
 def load_constants(path: Path) -> Constants:
