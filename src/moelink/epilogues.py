@@ -40,13 +40,13 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def cast(out: Tensor) -> Hook:
     """Store the sums in the dtype of ``out`` [num_tokens, hidden_size], contiguous."""
-    _check_rows("out", out)
+    _check_out(out)
     return _hook("cast", _cast, out, check=_fits(out=out))
 
 
 def bias(vector: Tensor, out: Tensor) -> Hook:
     """Add ``vector`` [hidden_size] to every token's sum and store in ``out`` [num_tokens, hidden_size], contiguous."""
-    _check_rows("out", out)
+    _check_out(out)
     check_tensor("vector", vector, shape=out.shape[1:], dtypes=_FLOATS, device=out.device)
     return _hook("bias", _bias, out, vector, check=_fits(out=out))
 
@@ -56,7 +56,7 @@ def residual(tensor: Tensor, out: Tensor) -> Hook:
 
     Both are [num_tokens, hidden_size], contiguous.
     """
-    _check_rows("out", out)
+    _check_out(out)
     check_tensor("tensor", tensor, shape=(None, out.shape[1]), dtypes=_FLOATS, device=out.device)
     return _hook("residual", _residual, out, tensor, check=_fits(out=out, tensor=tensor))
 
@@ -150,10 +150,10 @@ def _shape(value: object) -> object:
     return list(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _check_rows(name: str, out: Tensor) -> None:
+def _check_out(out: Tensor) -> None:
     if not isinstance(out, Tensor):
-        raise ArgumentError(name, "a tensor", type(out).__name__)
-    check_tensor(name, out, shape=(None, None), dtypes=_FLOATS, device=out.device)
+        raise ArgumentError("out", "a tensor", type(out).__name__)
+    check_tensor("out", out, shape=(None, None), dtypes=_FLOATS, device=out.device)
 
 
 def _store(out: Tensor, token: Tensor, columns: Tensor, value: Tensor, mask: Tensor) -> None:
