@@ -375,8 +375,8 @@ class Rank:
                 self.calls.close()
 
     def synchronize(self) -> None:
-        """Make the host wait for this rank's kernels, and on CUDA for the current stream, on which graphs may replay more
-        of them: a captured call has noted the stream of the capture.
+        """Make the host wait for this rank's kernels, and on CUDA for the current stream, on which graphs may replay
+        more of them: a captured call has noted the stream of the capture.
 
         Between nodes, where a put may wait inside NVSHMEM for ever, it waits only for the timeout once a failure is
         known.
