@@ -29,8 +29,10 @@ from moelink.kernels.launch.arguments import flat_addresses, key_of
 from moelink.kernels.launch.direct import DirectKernel, Driver, ParameterLayout
 from moelink.kernels.launch.launcher import OWN_ADDRESSES, CompiledKernel, Launcher
 from moelink.kernels.launch.row_launch import PreparedRows, RowLauncher
+from moelink.ops import gradient_communicators
 from moelink.rows import common_kernel, eager
 from moelink.transports import session, validation
+from moelink.transports.session import Session
 from moelink.transports.symmetric import plans
 from moelink.transports.symmetric.fast_path import SymmetricFastPath
 
@@ -85,6 +87,7 @@ def prepared_rows(arguments: Sequence[Any]) -> PreparedRows:
 
 CARD = torch.device("cuda", 0)
 ROW_LAUNCH = RowLauncher.launch
+OPEN_SESSION = gradient_communicators.open_session
 
 
 def _launch_rows(launcher: RowLauncher, *given: Any, device: torch.device, **options: Any) -> None:
@@ -164,15 +167,27 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
         ):
             stack.enter_context(patch)
         ep = stack.enter_context(moelink.init(**options, transport="symmetric", device="cpu"))
-        own: Any = ep._session
-        transport = own.transport
-        (rank,) = transport.ranks
-        rank.stream, rank._latest_handle, rank._index = SimpleNamespace(synchronize=lambda: None), 0, 0
-        rank.launcher._index, rank.launcher._interpreted = 0, False
-        rank.launcher._stream_of = abs  # of the device's index, 0
-        rank.launcher._own_addresses = [rank.table.data_ptr(), rank.record.data_ptr(), rank.control.data_ptr()]
-        transport._on_cpu = False
-        quick: Any = SymmetricFastPath(own, transport, rank)
-        quick._on_cpu = False
-        ep._fast_path = quick
+        ep._fast_path = _play(ep._session)
+        stack.enter_context(mock.patch.object(gradient_communicators, "open_session", _open_played))
         yield ep
+
+
+def _play(session: Any) -> SymmetricFastPath:
+    """Let a session's device be played, and return the fast path of its calls."""
+    transport = session.transport
+    (rank,) = transport.ranks
+    rank.stream, rank._latest_handle, rank._index = SimpleNamespace(synchronize=lambda: None), 0, 0
+    rank.launcher._index, rank.launcher._interpreted = 0, False
+    rank.launcher._stream_of = abs  # of the device's index, 0
+    rank.launcher._own_addresses = [rank.table.data_ptr(), rank.record.data_ptr(), rank.control.data_ptr()]
+    transport._on_cpu = False
+    quick: Any = SymmetricFastPath(session, transport, rank)
+    quick._on_cpu = False
+    return quick
+
+
+def _open_played(*given: Any) -> Session:
+    """Stand for ``open_session`` of the communicators of gradients."""
+    session = OPEN_SESSION(*given)
+    _play(session)
+    return session
