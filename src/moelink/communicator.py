@@ -13,6 +13,7 @@ from moelink.config import EPConfig
 from moelink.control.group import World
 from moelink.hooks import Hook
 from moelink.lifetime import Lifetime
+from moelink.ops import nodes
 from moelink.ops.lanes import Lanes
 from moelink.output import DispatchOutput
 from moelink.transports.base import (
@@ -99,7 +100,10 @@ class Communicator(Lifetime):
         plain = scales is None and input_scale is None and routing is None and out is None and num_sms is None
         plain = plain and host_counts is False
         if plain and self._fast_path is not None and not torch.compiler.is_compiling():
-            made = self._fast_path.dispatch(x, topk_ids, topk_weights, max_tokens)  # type: ignore[arg-type]
+            if nodes.records(x, topk_weights):
+                made = nodes.dispatch(self._context, self._fast_path, x, topk_ids, topk_weights, max_tokens)
+            else:
+                made = self._fast_path.dispatch(x, topk_ids, topk_weights, max_tokens)  # type: ignore[arg-type]
             if made is not None:
                 return made
         request = DispatchRequest(
@@ -153,7 +157,10 @@ class Communicator(Lifetime):
         plain = topk_weights is None and epilogue is None and shared is None and out is None
         plain = plain and reduce is True and weigh is True and num_sms is None
         if plain and self._fast_path is not None and not torch.compiler.is_compiling():
-            made = self._fast_path.combine(y, recv)
+            if nodes.records_combine(y, recv):
+                made = nodes.combine(self._context, self._fast_path, y, recv)
+            else:
+                made = self._fast_path.combine(y, recv)
             if made is not None:
                 return made
         request = CombineRequest(y, recv, topk_weights, reduce, epilogue, shared, out, weigh, num_sms)

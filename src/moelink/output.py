@@ -97,7 +97,13 @@ class ArenaLayout:
 
 
 class Source(Protocol):
-    """The source of an output's missing fields."""
+    """The source of an output's missing fields.
+
+    Attributes:
+        carrier: that of the handle.
+    """
+
+    carrier: Tensor | None
 
     def has(self, name: str) -> bool:
         """Return whether the output has a field of this name, which is to be made."""
@@ -436,6 +442,12 @@ class OutputShape:
         left = () if rows is None else IN_PLACE
         made_of.update((name, blank.on(device)) for name, blank in self.present if name not in left)
         return made(DispatchOutput, made_of)
+
+
+def carrier_of(output: DispatchOutput) -> Tensor | None:
+    """Return the ``carrier`` of the handle of ``output``, which is not made to find that out."""
+    source: Source | None = output.__dict__.get("_source")
+    return output.handle.carrier if source is None else source.carrier
 
 
 _LARGE = frozenset({"tokens", "scales", "topk_ids", "topk_weights"})

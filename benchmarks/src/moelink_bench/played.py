@@ -169,6 +169,7 @@ def played(**options: Any) -> Iterator[moelink.Communicator]:
         ep = stack.enter_context(moelink.init(**options, transport="symmetric", device="cpu"))
         ep._fast_path = _play(ep._session)
         stack.enter_context(mock.patch.object(gradient_communicators, "open_session", _open_played))
+        stack.enter_context(mock.patch.object(Session, "fast_path", _play))
         yield ep
 
 

@@ -8,6 +8,7 @@ transport directly. ``docs/pytorch.md`` documents the guarantees of the operator
 ``calls``                    turns a request into an operator call, and the operator's tensors into its result
 ``library``                  schemas, implementations and fakes of the operators
 ``autograd``                 their gradients
+``nodes``                    the same gradients of eager calls without options, which need no operator
 ``context``                  one communicator as its operators see it; outputs as flat tensors and back
 ``record``                   a transport's plan of a call as tensors of fixed sizes, and back
 ``gradient_communicators``   the communicators that gradients travel over

@@ -61,7 +61,7 @@ def _saved_unchecked(order: Tensor) -> Tensor:
     return order
 
 
-def _by_slot(values: Tensor, src_info: Tensor, row_offsets: Tensor, topk: int) -> Tensor:
+def by_slot(values: Tensor, src_info: Tensor, row_offsets: Tensor, topk: int) -> Tensor:
     """Spread ``values`` [R] to [R, K]: ``values[r]`` in the column of row r's slot, zeros elsewhere."""
     slots = torch.arange(topk, device=values.device)
     here = _valid(values, row_offsets) & (src_info[:, 2:] == slots)
@@ -121,7 +121,7 @@ class Dispatch(torch.autograd.Function):
                 here = _valid(weights, record[0]) & (local_ids >= 0)
                 weights = torch.where(here, weights, weights.new_zeros(()))
             else:
-                weights = _by_slot(weights, record[1], record[0], static.topk)
+                weights = by_slot(weights, record[1], record[0], static.topk)
         dx, dweights = library.without_gradient(
             library.dispatch_backward, _saved_unchecked(ctx.order), rows, weights, topk_ids, record, ctx.communicator
         )
@@ -215,9 +215,9 @@ def _weighted_sum_backward(
     if topk_weights is None or not ctx.needs_input_grad[3]:
         return dy, dw, None
     assert dw is not None
-    by_slot = _by_slot(dw, src_info, row_offsets, static.topk)
+    spread = by_slot(dw, src_info, row_offsets, static.topk)
     _, dtopk = library.without_gradient(
-        library.dispatch_backward, _saved_unchecked(ctx.order), None, by_slot, topk_ids, record, ctx.communicator
+        library.dispatch_backward, _saved_unchecked(ctx.order), None, spread, topk_ids, record, ctx.communicator
     )
     return dy, None, dtopk.to(topk_weights.dtype)
 

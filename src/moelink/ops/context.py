@@ -126,6 +126,7 @@ class OperatorContext:
         gradients: the communicators that gradients travel over.
         static: the fixed values, as constants for a tracer.
         world: this rank among its peers.
+        has_nodes: calls without options may record gradients by :mod:`moelink.ops.nodes`.
         name: the name by which operators find it in :data:`REGISTRY`.
         order: the tensor that its operators declare to write (:mod:`moelink.ops.library`).
     """
@@ -139,6 +140,7 @@ class OperatorContext:
         self.world = world
         self.order = REGISTRY.order(session.devices[0])
         self.name = REGISTRY.add(self, self.config)
+        self.has_nodes = self.config.layout == "expert" and not self.config.zero_copy
         self._started: dict[Phase, Pending[Any]] = {}
 
     @property
@@ -177,7 +179,8 @@ class OperatorContext:
             plan = [None, pack_call(made)]
         else:
             plan = [part if with_plan or i in OWN_PARTS else None for i, part in enumerate(pack(made, self.config))]
-        return self._padded(output, [*fields, counts, self._carrier(output), *plan])
+        carrier = self.carrier(output.src_info.shape[0], output.src_info.device) if self.static.quantised else None
+        return self._padded(output, [*fields, counts, carrier, *plan])
 
     def allocate(
         self, *, num_tokens: int, rows: int | torch.SymInt, weighted: bool, with_plan: bool, device: torch.device
@@ -192,11 +195,10 @@ class OperatorContext:
         output = OutputShape.of(config, rows=rows, weighted=weighted).allocate(handle, device)  # type: ignore[arg-type]
         return self.flatten(output, with_plan=with_plan)
 
-    def _carrier(self, output: DispatchOutput) -> Tensor | None:
-        if not self.static.quantised:
-            return None
-        zero = torch.zeros(1, 1, dtype=self.static.combine_dtype, device=output.src_info.device)
-        return zero.expand(output.src_info.shape[0], self.config.hidden_size)
+    def carrier(self, rows: int | torch.SymInt, device: torch.device) -> Tensor:
+        """Make the ``carrier`` of a handle, on ``device``."""
+        zero = torch.zeros(1, 1, dtype=self.static.combine_dtype, device=device)
+        return zero.expand(rows, self.config.hidden_size)
 
     @staticmethod
     def _padded(output: DispatchOutput, tensors: list[Tensor | None]) -> tuple[Tensor, ...]:

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
+from typing import Any
 
 import torch
 
 from moelink.config import EPConfig
 from moelink.control.group import World, meet_again
 from moelink.errors import CapacityError, RoutingError
-from moelink.transports.base import Rehearsal, Traffic
+from moelink.transports.base import FastPath, Rehearsal, Traffic
 from moelink.transports.build import open_session
 from moelink.transports.session import Session
 
@@ -47,6 +48,13 @@ class GradientCommunicators:
         self._own, self._world = own, world
         self._rows: Session | None = None
         self._weights: Session | None = None
+        self._paths: dict[Session, FastPath | None] = {}
+
+    def path(self, session: Session) -> Any:
+        """Return the fast path of one of these sessions, if the transport has one."""
+        if session not in self._paths:
+            self._paths[session] = session.fast_path()
+        return self._paths[session]
 
     @property
     def _config(self) -> EPConfig:

@@ -12,7 +12,7 @@ from moelink.config import EPConfig
 from moelink.errors import UnsupportedError
 from moelink.formats import get_format
 from moelink.formats.plain import Plain
-from moelink.output import DispatchOutput
+from moelink.output import DispatchOutput, carrier_of
 from moelink.rows import eager
 from moelink.rows.scale_rows import cast_rows, count_rows, without_tail
 
@@ -96,7 +96,7 @@ def dequantized(
             torch.ops.moelink.dequantize_rows, _dequantize_rows, None, recv.tokens, scales, recv.row_offsets,
             recv.scales_offsets, input_scale, fmt.name, config.hidden_size, dtype, config.layout == "rank",
         )  # fmt: skip
-    carrier = recv.handle.carrier
+    carrier = carrier_of(recv)
     if carrier is None:
         return value  # type: ignore[no-any-return]
     return _Straight.apply(value, carrier, recv.row_offsets)  # type: ignore[no-any-return, no-untyped-call]

@@ -69,6 +69,11 @@ def function_of(
     return type(body.__name__, (torch.autograd.Function,), {name: staticmethod(part) for name, part in parts.items()})
 
 
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Apply an autograd function where :func:`is_unseen`. Torch's own method asks for transforms of functorch again."""
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
 def run(
     operator: Any, body: Callable[..., Any], function: type[torch.autograd.Function] | None, *arguments: Any
 ) -> Any:
@@ -79,5 +84,5 @@ def run(
     if torch.is_grad_enabled():
         for argument in arguments:
             if isinstance(argument, Tensor) and argument.requires_grad:
-                return operator(*arguments) if function is None else function.apply(*arguments)
+                return operator(*arguments) if function is None else apply(function, *arguments)
     return body(*arguments)

@@ -234,6 +234,13 @@ class FastPath(Protocol):
     def learn(self, request: CallRequest, result: Any) -> None:
         """Note the kind of an ordinary call without options that was made, with its result."""
 
+    def sum_rows(self, y: Tensor, received: Any) -> Tensor:
+        """Make a combine of rows without weights over the routing of a dispatch of the same ranks, whose output has the
+        source ``received``."""
+
+    def rows_again(self, x: Tensor, received: Any) -> Tensor:
+        """Make a dispatch of tokens over such a routing, and return its rows."""
+
 
 class Transport(Protocol):
     """A way to move rows between ranks.

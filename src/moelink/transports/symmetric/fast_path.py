@@ -13,12 +13,15 @@ caller's tensors and of the output. Everything else stays there. Most addresses 
 They are written again only where the allocator returned another arena than last time, which it seldom does in a loop.
 On a CPU, where kernels are interpreted, it makes the ordinary objects of a call (:class:`PreparedForInterpreter`).
 
-The fast path takes calls without options whose tensors need no gradient, while nothing is traced. To any other call it
-answers None, before anything has happened, and the caller makes the call in the ordinary way. It learns a kind from the
-first ordinary call of that kind. It takes the steps of the session and the transport in their order: up to its launch
-an exception, such as that there is no memory for the output, is told to the peers as a refusal. Its two calls have the
-work of :meth:`Session.within` in their lines and make no request, because each further function and object costs host
-time.
+The fast path takes calls without options while nothing is traced, and records no gradient of them. To any other call
+it answers None, before anything has happened, and the caller makes the call in the ordinary way. It learns a kind from
+the first ordinary call of that kind. It takes the steps of the session and the transport in their order: up to its
+launch an exception, such as that there is no memory for the output, is told to the peers as a refusal. Its calls have
+the work of :meth:`Session.within` in their lines and make no request, because each further function and object costs
+host time.
+
+Gradients travel over the routing of a dispatch that another communicator may have made (:mod:`moelink.ops.nodes`): rows
+that are summed without weights, and rows of a dispatch again. Their calls are of this path whatever their kind is.
 """
 
 from __future__ import annotations
@@ -34,10 +37,10 @@ from torch import Tensor
 from moelink.kernels.launch.arguments import has_hooks
 from moelink.kernels.launch.direct import DirectKernel
 from moelink.kernels.launch.launcher import OWN_ADDRESSES
-from moelink.kernels.records import CombineInputs, DispatchInputs, RoutingNotes
+from moelink.kernels.records import CachedRouting, CombineInputs, DispatchInputs, DispatchOutputs, RoutingNotes
 from moelink.lease import RowsInPlace
 from moelink.memory.layout import ALIGNMENT
-from moelink.output import DispatchOutput, is_captured, made
+from moelink.output import Blank, DispatchOutput, is_captured, made
 from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Phase
 from moelink.transports.session import Session
 from moelink.transports.symmetric import combine, plans
@@ -52,6 +55,7 @@ COMBINE_ADDRESSES = (*CombineInputs._fields, "out", "hook", *RoutingNotes._field
 _X, _IDS, _WEIGHTS = (
     OWN_ADDRESSES + ADDRESSES.index((DispatchInputs, name)) for name in ("x", "topk_ids", "topk_weights")
 )
+_TOKENS = OWN_ADDRESSES + PLACES["tokens"]
 _Y, _HOME_WEIGHTS, _HOME_IDS, _OUT = (
     OWN_ADDRESSES + COMBINE_ADDRESSES.index(name) for name in ("y", "home_weights", "topk_ids", "out")
 )
@@ -126,11 +130,45 @@ class PreparedDispatch(_Direct):
         return made(DispatchOutput, fields)
 
 
+class PreparedRowsAgain(_Direct):
+    """Dispatches of one kind on CUDA over the routing of one kind of dispatch, of which the rows alone are kept."""
+
+    def __init__(self, call: Dispatch, earlier: plans.LaunchPlan, direct: DirectKernel) -> None:
+        begins = dict(zip(RoutingNotes._fields, earlier.notes_layout.first_bytes, strict=True))
+        read = {(RoutingNotes, name): begin for name, begin in begins.items() if name != "received"}
+        read[CachedRouting, "received"] = begins["received"]
+        read[CachedRouting, "counts"] = earlier.arena.places["counts"][0]
+        plan, device = call.launch_plan, call.rank.device
+        super().__init__(
+            direct, plan.both.count, [(OWN_ADDRESSES + ADDRESSES.index(each), begin) for each, begin in read.items()]
+        )
+        small, own = plan.in_arena[: len(DispatchOutputs._fields) - 2], 4 * plan.arena.words
+        self._written = [(OWN_ADDRESSES + SMALL + i, begin) for i, begin in enumerate(small) if begin >= 0]
+        self._written.append((OWN_ADDRESSES + ADDRESSES.index((RoutingNotes, "received")), own))
+        self._make_arena = plans.maker(Blank.of(plan.arena.words + call.notes.parts.received.numel()), device)
+        rows = call.output.tokens
+        self._make_rows = plans.maker(Blank.of(*rows.shape, dtype=rows.dtype), device)
+
+    def prepare(self, x: Tensor, x_at: int, received: Received, ids_at: int) -> Tensor:
+        """Make the rows of a call and write its addresses."""
+        addresses, rows, arena = self.direct.addresses, self._make_rows(), self._make_arena()  # until it is launched
+        at = arena.data_ptr()
+        for place, begin in self._written:
+            addresses[place] = at + begin
+        addresses[_X], addresses[_IDS], addresses[_TOKENS] = x_at, ids_at, rows.data_ptr()
+        if received.at != self._arena_at:
+            self._follow(received.at)
+        return rows
+
+
 class PreparedCombine(_Direct):
     """Combines of one kind on CUDA, of rows of one kind of dispatch."""
 
-    def __init__(self, rank: Rank, plan: combine.LaunchPlan, rows: plans.LaunchPlan, direct: DirectKernel) -> None:
-        inside = {"row_weights": rows.arena.places["weights"][0]} if "weights" in rows.arena.places else {}
+    def __init__(
+        self, rank: Rank, plan: combine.LaunchPlan, rows: plans.LaunchPlan, direct: DirectKernel, weigh: bool
+    ) -> None:
+        weighed = weigh and "weights" in rows.arena.places
+        inside = {"row_weights": rows.arena.places["weights"][0]} if weighed else {}
         inside.update(zip(RoutingNotes._fields, rows.notes_layout.first_bytes, strict=True))
         places = [(OWN_ADDRESSES + COMBINE_ADDRESSES.index(name), begin) for name, begin in inside.items()]
         super().__init__(direct, plan.both.count, places)
@@ -150,16 +188,17 @@ class PreparedCombine(_Direct):
 
 
 class PreparedForInterpreter:
-    """Calls of one kind on a CPU. ``make``: makes an ordinary call of its tensors."""
+    """Calls of one kind on a CPU. ``make``: makes an ordinary call of its tensors. ``rows``: a dispatch's rows alone
+    are its output."""
 
-    def __init__(self, make: Callable[..., Dispatch | Combine]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[..., Dispatch | Combine], rows: bool = False) -> None:
+        self._make, self._rows = make, rows
         self._call: Dispatch | Combine | None = None
 
     def prepare(self, first: Tensor, _: int, second: Any, __: int, third: Any, *rest: Any) -> Any:
         """Make the output of a call, whose tensors stand between addresses."""
         self._call = self._make(first, second, third)
-        return self._call.output
+        return self._call.output.tokens if self._rows else self._call.output
 
     def launch(self, stream: int) -> None:
         """Launch the prepared call."""
@@ -185,9 +224,8 @@ class SymmetricFastPath:
         # Prepared calls are those of kernels that do not stamp.
         if prepared is None or has_hooks() or self._rank.trace is not None:
             return None
-        gradients = torch.is_grad_enabled()
-        x_at, ids_at = self._address(x, gradients), self._address(ids, False)
-        weights_at = 0 if weights is None else self._address(weights, gradients)
+        x_at, ids_at = self._address(x), self._address(ids)
+        weights_at = 0 if weights is None else self._address(weights)
         if x_at < 0 or ids_at < 0 or weights_at < 0 or (self._on_cpu and not self._in_range(ids)):
             return None
         session, transport, rank = self._session, self._transport, self._rank
@@ -221,71 +259,128 @@ class SymmetricFastPath:
         if received is None or received.again is not None or received.owner != self._owner:
             return None
         ids, weights = received.ids, received.weights
-        prepared = self._prepared.get(_kind_of_combine(y, received))
+        prepared = self._prepared.get(_kind_of_combine(y, received, True))
         if prepared is None or has_hooks() or ("_rows" in fields and not fields["_rows"].is_latest):
             return None
         if received.version is not None and ids._version != received.version:
             return None
-        gradients = torch.is_grad_enabled()
-        if gradients and _any_requires_grad(fields):
-            return None
-        y_at, ids_at, weights_at = self._address(y, gradients), ids.data_ptr(), 0
+        y_at, ids_at, weights_at = self._address(y), ids.data_ptr(), 0
         if weights is not None:
             weights_at = weights.data_ptr()
         if y_at < 0 or ids_at % ALIGNMENT or weights_at % ALIGNMENT:
             return None
+        return self._make("combine", recv, prepared, (y, y_at, recv, ids_at, weights_at, received))  # type: ignore[no-any-return]
+
+    def sum_rows(self, y: Tensor, received: Received) -> Tensor:
+        """Make a combine of rows without weights over the routing of a dispatch of the same ranks."""
+        prepared = self._prepared.get(_kind_of_combine(y, received, False))
+        y_at, ids_at = self._address(y), self._address(received.ids)
+        if prepared is not None and y_at >= 0 and ids_at >= 0 and self._is_quick():
+            return self._make("combine", received, prepared, (y, y_at, received, ids_at, 0, received))  # type: ignore[no-any-return]
+        return self._ordinary(CombineRequest(y, self._over(received), weigh=False))  # type: ignore[no-any-return]
+
+    def rows_again(self, x: Tensor, received: Received) -> Tensor:
+        """Make a dispatch of tokens over the routing of a dispatch of the same ranks, and return its rows."""
+        prepared = self._prepared.get(_kind_of_rows(x, received))
+        x_at, ids_at = self._address(x), self._address(received.ids)
+        if prepared is not None and x_at >= 0 and ids_at >= 0 and self._is_quick():
+            return self._make("dispatch", received, prepared, (x, x_at, received, ids_at))  # type: ignore[no-any-return]
+        return self._ordinary(DispatchRequest(x, received.ids, routing=self._over(received))).tokens  # type: ignore[no-any-return]
+
+    def _is_quick(self) -> bool:
+        # Prepared calls are those of kernels that do not stamp.
+        return not has_hooks() and self._rank.trace is None
+
+    def _make(self, phase: Phase, over: DispatchOutput | Received, prepared: Any, given: tuple[Any, ...]) -> Any:
+        """Make a call of a known kind over an earlier output, or its source."""
         session, transport, rank = self._session, self._transport, self._rank
         try:
-            session.begin("combine")
+            session.begin(phase)
             if rank.has_error():
                 self._raise_error()
-            out: Tensor = prepared.prepare(y, y_at, recv, ids_at, weights_at, received)
+            out = prepared.prepare(*given)
             transport.partly_sent = session.complete = True
-            transport.launch_quick("combine", rank, rank.stream_to_go_on(), prepared.launch)
+            transport.launch_quick(phase, rank, rank.stream_to_go_on(), prepared.launch)
             return out
         except BaseException as error:
-            session.unwind("combine", error, partial(_itself, recv))
+            session.unwind(phase, error, lambda: self._over(over) if isinstance(over, Received) else over)
             raise
         finally:
             session.guard.leave()
+
+    def _ordinary(self, request: CallRequest) -> Any:
+        """Make an ordinary call, and learn its kind."""
+        (out,) = self._session.call([request], fused=True).wait()
+        self.learn(request, out)
+        return out
+
+    def _over(self, received: Received) -> DispatchOutput:
+        """Return the part of an output that calls over its routing read, as an output of this communicator."""
+        source = Received(received.plan, self._owner, received.memory, received.ids, None, None)
+        # Of rows only their number counts.
+        return made(DispatchOutput, {"_source": source, "tokens": source.field("src_info")})
 
     def _raise_error(self) -> None:
         """Raise the error of an earlier call. No rank makes this call: the peers raise the same error."""
         self._transport.partly_sent = self._session.complete = True
         self._transport.raise_error()
 
-    def _address(self, tensor: Tensor, gradients: bool) -> int:
+    def _address(self, tensor: Tensor) -> int:
         """Return the address of a tensor that kernels take as it is, or -1 of any other."""
         at = tensor.data_ptr()
         if at % ALIGNMENT or tensor.get_device() != self._device or not tensor.is_contiguous():
             return -1
-        return -1 if gradients and tensor.requires_grad else at
+        return at
 
     def _in_range(self, ids: Tensor) -> bool:
         """Return whether all ids are in range. On a GPU the kernels find out, as the host would have to wait."""
         return not ids.numel() or (int(ids.min()) >= -1 and int(ids.max()) <= self._most_id)
 
     def learn(self, request: CallRequest, result: Any) -> None:
-        """Note the kind of an ordinary call without options that was made, with its result."""
+        """Note the kind of an ordinary call that was made, with its result."""
         if self._rank.trace is not None or len(self._prepared) >= MOST_KINDS:
+            return
+        if isinstance(request, DispatchRequest) and request.routing is not None:
+            self._learn_rows(request)
             return
         if isinstance(request, DispatchRequest):
             given = [t for t in (request.x, request.topk_ids, request.topk_weights) if t is not None]
             key = _kind_of_dispatch(request.x, request.topk_ids, request.topk_weights, request.max_tokens)
             if key is None or key in self._prepared or given[2:] and given[2].dtype != self._rank.weight_dtype:  # type: ignore[union-attr]
                 return
-            if all(self._address(tensor, True) >= 0 for tensor in given):  # type: ignore[arg-type]
+            if all(self._address(tensor) >= 0 for tensor in given):  # type: ignore[arg-type]
                 self._prepared[key] = self._prepare_dispatch(request, given)  # type: ignore[arg-type]
             return
         received = request.recv.__dict__.get("_source")
         if received is None or received.again is not None or type(request.y) is not Tensor:
             return
-        key = _kind_of_combine(request.y, received)
+        key = _kind_of_combine(request.y, received, request.weigh)
         if key in self._prepared:
             return
         call = Combine(self._rank, dataclasses.replace(request, out=result))
-        if all(self._address(tensor, True) >= 0 for tensor in call.given):
+        if all(self._address(tensor) >= 0 for tensor in call.given):
             self._prepared[key] = self._prepare_combine(received.plan, call)
+
+    def _learn_rows(self, request: DispatchRequest) -> None:
+        """Note the kind of an ordinary dispatch over an earlier routing."""
+        rank, owner = self._rank, self._owner
+        received: Received = request.routing.__dict__["_source"]
+        key = _kind_of_rows(request.x, received)
+        if key in self._prepared:
+            return
+        call = Dispatch(rank, request, owner)
+        plan = call.launch_plan
+        if plan.layout is not None or any(self._address(tensor) < 0 for tensor in call.given):
+            return
+        if self._on_cpu:
+            self._prepared[key] = PreparedForInterpreter(
+                lambda x, received, _: Dispatch(rank, DispatchRequest(x, received.ids, routing=self._over(received)), owner),
+                rows=True,
+            )
+            return
+        ((both, _, numbers, given),) = call.launches()
+        direct = rank.launcher.direct_form(both, given, [rank.nothing_at] * len(ADDRESSES), numbers)
+        self._prepared[key] = None if direct is None else PreparedRowsAgain(call, received.plan, direct)
 
     def _prepare_dispatch(self, request: DispatchRequest, given: list[Tensor]) -> Any:
         rank, plan, owner = self._rank, Dispatch.plan_of(self._rank, request), self._owner
@@ -303,11 +398,16 @@ class SymmetricFastPath:
         rank = self._rank
         if len(call.passes) > 1:
             return None
+        weigh = call.request.weigh
         if self._on_cpu:
-            return PreparedForInterpreter(lambda y, recv, _: Combine(rank, CombineRequest(y, recv)))
+            if weigh:
+                return PreparedForInterpreter(lambda y, recv, _: Combine(rank, CombineRequest(y, recv)))
+            return PreparedForInterpreter(
+                lambda y, received, _: Combine(rank, CombineRequest(y, self._over(received), weigh=False))
+            )
         ((both, _, numbers, given),) = call.launches()
         direct = rank.launcher.direct_form(both, given, [rank.nothing_at] * len(COMBINE_ADDRESSES), numbers)
-        return None if direct is None else PreparedCombine(rank, call.launch_plan, rows, direct)
+        return None if direct is None else PreparedCombine(rank, call.launch_plan, rows, direct, weigh)
 
 
 def _kind_of_dispatch(x: Any, ids: Any, weights: Any, max_tokens: Any) -> Any:
@@ -321,16 +421,13 @@ def _kind_of_dispatch(x: Any, ids: Any, weights: Any, max_tokens: Any) -> Any:
     return x.shape, x.dtype, ids.shape, ids.dtype, max_tokens, weights.shape, weights.dtype
 
 
-def _kind_of_combine(y: Tensor, received: Received) -> Any:
+def _kind_of_combine(y: Tensor, received: Received, weigh: bool) -> Any:
     """Return the key of a combine's kind. A plan belongs to one rank of one communicator, so no kind is found for the
     output of another."""
-    return received.plan, y.shape, y.dtype, received.ids.dtype
+    return received.plan, y.shape, y.dtype, received.ids.dtype, weigh
 
 
-def _itself(recv: DispatchOutput) -> DispatchOutput:
-    return recv
+def _kind_of_rows(x: Tensor, received: Received) -> Any:
+    """Return the key of the kind of a dispatch over the routing of another."""
+    return received.plan, x.shape, x.dtype, received.ids.dtype
 
-
-def _any_requires_grad(fields: dict[str, Any]) -> bool:
-    """Return whether a tensor of an output requires grad. Fields that nobody has looked at do not."""
-    return any(isinstance(value, Tensor) and value.requires_grad for value in fields.values())

@@ -146,6 +146,10 @@ def maker(blank: Blank, device: torch.device) -> Callable[[], Tensor]:
     return partial(like.new_empty_strided, blank.shape, blank.strides)
 
 
+def _part(plan: LaunchPlan, owner: str, memory: Tensor, ids: Tensor) -> Received:
+    return Received(plan, owner, memory, ids, None, None)
+
+
 _HANDLE = "handle"
 
 
@@ -163,9 +167,10 @@ class Received:
         version: ``ids_version`` of the handle.
         again: the notes of a call over an earlier routing; None where they are in the arena.
         absent: of the handle.
+        carrier: of the handle.
     """
 
-    __slots__ = ("absent", "again", "at", "ids", "memory", "owner", "plan", "version", "weights")
+    __slots__ = ("absent", "again", "at", "carrier", "ids", "memory", "owner", "plan", "version", "weights")
 
     def __init__(
         self,
@@ -181,6 +186,7 @@ class Received:
         self.plan, self.owner, self.memory, self.at = plan, owner, memory, memory.data_ptr()
         self.ids, self.weights, self.version, self.again = ids, weights, version, again
         self.absent = absent
+        self.carrier: Tensor | None = None
 
     def has(self, name: str) -> bool:
         """Return whether the output has a field of this name, which is to be made."""
@@ -195,7 +201,13 @@ class Received:
             owner=self.owner, rank=plan.rank, num_tokens=plan.fused.num_tokens, topk_ids=self.ids,
             topk_weights=self.weights, counts=plan.arena.tensor(self.memory, "counts"), routing=self.notes,
             ids_version=self.version, first_id=plan.first_id, absent=self.absent,
+            carrier=self.carrier,
         )  # fmt: skip
+
+    @property
+    def part(self) -> Callable[[Tensor, Tensor], Received]:
+        """A function of ``memory`` and ``ids``, which it does not hold: what calls over the routing read of this."""
+        return partial(_part, self.plan, self.owner)
 
     @property
     def notes(self) -> SymmetricNotes:
