@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.nn.parameters import SHARED, draw
+from moelink.rows import eager
 from moelink.rows.activation import Clamp
 from moelink.rows.batch_invariant import multiply, refuse_weight
-from moelink.rows.gated import gated_activation, known_activation
+from moelink.rows.gated import GatedActivation, activate, gated_activation, gradient, known_activation
 from moelink.rows.scale_rows import looks_for_nan
 
 Activation = Callable[[Tensor], Tensor]
@@ -81,6 +83,11 @@ def grouped_experts(
         raise ArgumentError("down", f"shape {[groups, hidden, doubled // 2]}, as gate_up has it", list(down.shape))
     if batch_invariant:
         refuse_experts(activation, gate_up, down, gate_up.device)
+    known = None if batch_invariant else known_activation(activation)
+    if known is not None and _fits_node(tokens, row_offsets, gate_up, down):
+        given = tokens, gate_up, down, row_offsets, known
+        recorded = torch.is_grad_enabled() and any(each.requires_grad for each in given[:3])
+        return eager.apply(_GroupedExperts, *given) if recorded else _products(*given)[-1]  # type: ignore[no-any-return]
     inner = grouped_matmul(tokens, row_offsets, gate_up, batch_invariant)
     inner = gated_activation(inner, row_offsets, activation, batch_invariant)
     return grouped_matmul(inner, row_offsets, down, batch_invariant)
@@ -158,7 +165,12 @@ def _leaves_empty_groups(device: torch.device) -> bool:
 
     It does on compute capability 10.x (pytorch issue 172439), and writes zeros on 9.0 and on CPU.
     """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
+    return device.type == "cuda" and _is_10(device)
+
+
+@cache  # torch looks at the driver's state at each question
+def _is_10(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def _fits_grouped_mm(rows: Tensor, weight: Tensor) -> bool:
@@ -184,6 +196,62 @@ def _check(rows: Tensor, row_offsets: Tensor, weight: Tensor) -> None:
     for name, tensor in (("row_offsets", row_offsets), ("weight", weight)):
         if tensor.device != rows.device:
             raise ArgumentError(name, f"device {rows.device}", tensor.device)
+
+
+def _fits_node(tokens: Tensor, row_offsets: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+    """Return whether :class:`_GroupedExperts` computes these experts: nothing traces, and torch's grouped product takes
+    its tensors as they are and writes all that it returns. Checks them first."""
+    if not eager.is_unseen((tokens, row_offsets, gate_up, down)) or looks_for_nan():
+        return False
+    _check(tokens, row_offsets, gate_up)
+    if not (tokens.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()):
+        return False
+    # down has the sizes that belong to gate_up's, so its dtype and device are left.
+    same = down.dtype == gate_up.dtype and down.device == gate_up.device
+    aligned = gate_up.shape[1] // 2 * gate_up.element_size() % _ALIGNMENT == 0
+    return same and aligned and _fits_grouped_mm(tokens, gate_up) and not _leaves_empty_groups(tokens.device)
+
+
+def _products(
+    tokens: Tensor, gate_up: Tensor, down: Tensor, row_offsets: Tensor, known: GatedActivation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of the first product, of the activation, and of the second product."""
+    ends = row_offsets[1:]
+    between = torch._grouped_mm(tokens, gate_up.transpose(1, 2), offs=ends)
+    inner = activate(between, row_offsets, known.kind, known.alpha, known.limit)
+    return between, inner, torch._grouped_mm(inner, down.transpose(1, 2), offs=ends)
+
+
+class _GroupedExperts(torch.autograd.Function):
+    """:func:`grouped_experts` as one function, with the products that torch makes of the gradient of each part. Torch's
+    own functions of each part take more host time than to launch them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, gate_up: Tensor, down: Tensor, row_offsets: Tensor, known: GatedActivation
+    ) -> Tensor:
+        between, inner, out = _products(tokens, gate_up, down, row_offsets, known)
+        ctx.known = known
+        ctx.save_for_backward(tokens, gate_up, down, row_offsets, between, inner)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, gate_up, down, row_offsets, between, inner = ctx.saved_tensors
+        wants_tokens, wants_gate_up, wants_down = ctx.needs_input_grad[:3]
+        known, ends, grad = ctx.known, row_offsets[1:], grad.contiguous()  # a broadcast one is not
+        dtokens = dgate_up = ddown = None
+        if wants_down:
+            ddown = torch._grouped_mm(grad.t(), inner, offs=ends)
+        if wants_tokens or wants_gate_up:
+            dinner = torch._grouped_mm(grad, down, offs=ends)
+            d = gradient(dinner, between, row_offsets, known.kind, known.alpha, known.limit, False)
+            if wants_tokens:
+                dtokens = torch._grouped_mm(d, gate_up, offs=ends)
+            if wants_gate_up:
+                dgate_up = torch._grouped_mm(d.t(), tokens, offs=ends)
+        return dtokens, dgate_up, ddown, None, None
 
 
 class _ContiguousGrad(torch.autograd.Function):

@@ -108,14 +108,16 @@ def _dequantize_rows(
 ) -> Tensor:  # fmt: skip
     """``by_row``: scales are row-major in any layout of the format, as in layout "rank"."""
     fmt = get_format(format)
-    out = torch.empty(tokens.shape[0], hidden_size, dtype=dtype, device=tokens.device)
     if eager.takes_kernels(tokens):
-        from moelink.rows import dequantize_kernel as kernel
+        from moelink.rows.dequantize_kernel import can_dequantize
 
-        if kernel.can_dequantize(fmt):
-            narrow = torch.empty_like(out, dtype=torch.float32) if dtype == torch.float64 else out
-            kernel.launch(tokens, scales, row_offsets, scales_offsets, input_scale, narrow, fmt, by_row=by_row)
-            return cast_rows(narrow, row_offsets, dtype)
+        if can_dequantize(fmt):
+            given = [each for each in (tokens, scales, row_offsets, scales_offsets, input_scale) if each is not None]
+            has = scales_offsets is not None, input_scale is not None
+            narrow = torch.float32 if dtype == torch.float64 else dtype
+            (made,) = eager.repeated(tuple(given), _by_kernel, *has, format, hidden_size, narrow, by_row)
+            return cast_rows(made, row_offsets, dtype)
+    out = torch.empty(tokens.shape[0], hidden_size, dtype=dtype, device=tokens.device)
     # A CPU has the number of rows on the host. On other devices it would have to wait, so all rows are read.
     count = out.shape[0] if tokens.is_cuda else count_rows(row_offsets, out.shape[0])
     by_rows = scales[:count]
@@ -129,6 +131,18 @@ def _dequantize_rows(
         )  # fmt: skip
     out[:count] = fmt.dequantize(tokens[:count], by_rows, input_scale).to(dtype)
     return out
+
+
+def _by_kernel(tokens: Tensor, scales: Tensor, row_offsets: Tensor, *given: Any) -> tuple[tuple[Tensor], tuple[()]]:
+    """``given``: the offsets of scales and the input scale if there are such, whether there are, and what else
+    ``moelink::dequantize_rows`` takes."""
+    from moelink.rows.dequantize_kernel import launch
+
+    *tensors, has_offsets, has_scale, format, hidden_size, dtype, by_row = given
+    offsets, scale = tensors[0] if has_offsets else None, tensors[-1] if has_scale else None
+    out = torch.empty(tokens.shape[0], hidden_size, dtype=dtype, device=tokens.device)
+    launch(tokens, scales, row_offsets, offsets, scale, out, get_format(format), by_row=by_row)
+    return (out,), ()
 
 
 def _dequantize_rows_fake(tokens: Tensor, *others: Any) -> Tensor:

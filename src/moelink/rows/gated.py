@@ -15,6 +15,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -55,6 +56,9 @@ class GatedActivation:
             raise ArgumentError("kind", f"one of {', '.join(get_args(Kind))}", repr(self.kind))
 
 
+_PLAIN = MappingProxyType({kind: GatedActivation(kind) for kind in ("silu", "gelu", "gelu_tanh")})  # type: ignore[arg-type]
+
+
 def known_activation(activation: Callable[[Tensor], Tensor] | Clamp) -> GatedActivation | None:
     """Return the kind of ``activation``, or None for an unknown function.
 
@@ -69,13 +73,13 @@ def known_activation(activation: Callable[[Tensor], Tensor] | Clamp) -> GatedAct
     if isinstance(activation, Clamp):
         return GatedActivation("clamped", float(activation.alpha), float(activation.limit))
     if activation is functional.silu or type(activation) is torch.nn.SiLU:
-        return GatedActivation("silu")
+        return _PLAIN["silu"]
     approximate = "none" if activation is functional.gelu else None
     if type(activation) is torch.nn.GELU:
         approximate = activation.approximate
     elif isinstance(activation, functools.partial) and activation.func is functional.gelu and not activation.args:
         approximate = activation.keywords.get("approximate", "none")
-    return {"none": GatedActivation("gelu"), "tanh": GatedActivation("gelu_tanh")}.get(approximate or "")
+    return {"none": _PLAIN["gelu"], "tanh": _PLAIN["gelu_tanh"]}.get(approximate or "")
 
 
 def gated_activation(
@@ -98,7 +102,7 @@ def gated_activation(
         gate, up = gate_up.chunk(2, dim=1)
         return activation(gate) * up  # type: ignore[operator, no-any-return]
     return eager.run(  # type: ignore[no-any-return]
-        torch.ops.moelink.gated_activation, _gated, _Gated, gate_up, row_offsets, known.kind, known.alpha, known.limit,
+        torch.ops.moelink.gated_activation, activate, _Gated, gate_up, row_offsets, known.kind, known.alpha, known.limit,
         batch_invariant,
     )  # fmt: skip
 
@@ -150,32 +154,39 @@ def _activated(gate: Tensor, known: GatedActivation) -> tuple[Tensor, Tensor]:
     return gate * s, s + known.alpha * gate * s * (1 - s)
 
 
-def _fill(
-    out: Tensor, gate_up: Tensor, row_offsets: Tensor, known: tuple[Any, float, float, bool], grad: Tensor | None = None
+def activate(
+    gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float, batch_invariant: bool = False
 ) -> Tensor:
-    """Store the activation, or with ``grad`` the gradient, in the rows of ``out`` that exist, and return ``out``."""
+    """Compute :func:`gated_activation` of the kind that a :class:`GatedActivation` has, without a gradient."""
     if eager.takes_kernels(gate_up):
-        from moelink.rows.gated_kernel import launch
-
-        come = None if grad is None else grad.contiguous()
-        launch(gate_up.contiguous(), row_offsets, out, *known[:3], grad=come)
-        return out
-    count, activation = count_rows(row_offsets, len(out)), GatedActivation(*known)
-    rows = gate_up[:count]
-    out[:count] = twin(rows, activation) if grad is None else gradient_twin(grad[:count], rows, activation)
+        return eager.repeated((gate_up.contiguous(), row_offsets), _by_kernel, kind, alpha, limit)[0]
+    out, known = _gated_fake(gate_up), GatedActivation(kind, alpha, limit, batch_invariant)  # type: ignore[arg-type]
+    count = count_rows(row_offsets, len(out))
+    out[:count] = twin(gate_up[:count], known)
     return out
 
 
-def _gated(
-    gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float, batch_invariant: bool = False
-) -> Tensor:
-    return _fill(_gated_fake(gate_up), gate_up, row_offsets, (kind, alpha, limit, batch_invariant))
-
-
-def _gradient(
+def gradient(
     grad: Tensor, gate_up: Tensor, row_offsets: Tensor, kind: str, alpha: float, limit: float, batch_invariant: bool
 ) -> Tensor:
-    return _fill(_gradient_fake(grad, gate_up), gate_up, row_offsets, (kind, alpha, limit, batch_invariant), grad)
+    """Compute the gradient of ``gate_up`` for ``grad``, that of :func:`activate`."""
+    if eager.takes_kernels(gate_up):
+        given = gate_up.contiguous(), row_offsets, grad.contiguous()
+        return eager.repeated(given, _by_kernel, kind, alpha, limit)[0]
+    out, known = _gradient_fake(grad, gate_up), GatedActivation(kind, alpha, limit, batch_invariant)  # type: ignore[arg-type]
+    count = count_rows(row_offsets, len(out))
+    out[:count] = gradient_twin(grad[:count], gate_up[:count], known)
+    return out
+
+
+def _by_kernel(gate_up: Tensor, row_offsets: Tensor, *given: Any) -> tuple[tuple[Tensor], tuple[()]]:
+    """``given``: the gradient, if that of ``gate_up`` is to be computed, then kind, alpha and limit."""
+    from moelink.rows.gated_kernel import launch
+
+    grad, known = given[:-3], given[-3:]
+    out = _gradient_fake(*grad, gate_up) if grad else _gated_fake(gate_up)
+    launch(gate_up, row_offsets, out, *known, grad=grad[0] if grad else None)
+    return (out,), ()
 
 
 def _gated_fake(gate_up: Tensor, *_: Any) -> Tensor:
@@ -194,12 +205,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     gate_up, row_offsets = ctx.saved_tensors
     operator = torch.ops.moelink.gated_activation_gradient
-    rows = eager.run(operator, _gradient, None, grad, gate_up, row_offsets, *ctx.rest)
+    rows = eager.run(operator, gradient, None, grad, gate_up, row_offsets, *ctx.rest)
     return without_tail(rows, row_offsets), None, None, None, None, None
 
 
-_Gated = eager.function_of(_gated, _save, _backward)
-_operator = torch.library.custom_op("moelink::gated_activation", _gated, mutates_args=())
+_Gated = eager.function_of(activate, _save, _backward)
+_operator = torch.library.custom_op("moelink::gated_activation", activate, mutates_args=())
 _operator.register_fake(_gated_fake)
 _operator.register_autograd(_backward, setup_context=_save)
-torch.library.custom_op("moelink::gated_activation_gradient", _gradient, mutates_args=()).register_fake(_gradient_fake)
+torch.library.custom_op("moelink::gated_activation_gradient", gradient, mutates_args=()).register_fake(
+    _gradient_fake
+)

@@ -113,16 +113,12 @@ def _sum_dtype(d: Tensor) -> torch.dtype:
 def _row_gradients(
     d: Tensor, row_offsets: Tensor, y: Tensor | None, weights: Tensor | None, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    dy, dw = _row_gradients_fake(d, row_offsets, y, weights, dtype)
     if eager.takes_kernels(d):
-        from moelink.rows.scale_rows_kernel import launch
-
-        launch(
-            d.contiguous(), row_offsets, weights=None if weights is None else weights.contiguous(),
-            other=None if y is None else y.contiguous(), out=None if dtype is None else dy,
-            dots=None if y is None else dw,
-        )  # fmt: skip
-        return dy, dw
+        given = [each.contiguous() for each in (d, row_offsets, y, weights) if each is not None]
+        made = [*eager.repeated(tuple(given), _by_kernel, y is not None, weights is not None, dtype)]
+        none = d.new_empty(0) if len(made) < 2 else d
+        return none if dtype is None else made.pop(0), none if y is None else made.pop()
+    dy, dw = _row_gradients_fake(d, row_offsets, y, weights, dtype)
     count = count_rows(row_offsets, d.shape[0])
     rows, dots = twin(
         d[:count], None if y is None else y[:count], None if weights is None else weights[:count], dtype or d.dtype
@@ -132,6 +128,18 @@ def _row_gradients(
     if dots is not None:
         dw[:count] = dots
     return dy, dw
+
+
+def _by_kernel(d: Tensor, row_offsets: Tensor, *given: Any) -> tuple[tuple[Tensor, ...], tuple[()]]:
+    """``given``: ``y`` and ``weights`` if there are such, whether there are, and the dtype of the gradient of rows."""
+    from moelink.rows.scale_rows_kernel import launch
+
+    *tensors, has_y, has_weights, dtype = given
+    y, weights = tensors[0] if has_y else None, tensors[-1] if has_weights else None
+    dy = None if dtype is None else d.new_empty(d.shape, dtype=dtype)
+    dw = None if y is None else d.new_empty(d.shape[0], dtype=_sum_dtype(d))
+    launch(d, row_offsets, weights=weights, other=y, out=dy, dots=dw)
+    return tuple(each for each in (dy, dw) if each is not None), ()
 
 
 def _row_gradients_fake(
