@@ -61,11 +61,11 @@ def _saved_unchecked(order: Tensor) -> Tensor:
     return order
 
 
-def by_slot(values: Tensor, src_info: Tensor, row_offsets: Tensor, topk: int) -> Tensor:
-    """Spread ``values`` [R] to [R, K]: ``values[r]`` in the column of row r's slot, zeros elsewhere."""
+def by_slot(values: Tensor, src_info: Tensor, topk: int) -> Tensor:
+    """Spread ``values`` [R] to [R, K]: ``values[r]`` in the column of row r's slot, zeros elsewhere. Rows past the last
+    offset are undefined."""
     slots = torch.arange(topk, device=values.device)
-    here = _valid(values, row_offsets) & (src_info[:, 2:] == slots)
-    return torch.where(here, values[:, None], values.new_zeros(()))
+    return torch.where(src_info[:, 2:] == slots, values[:, None], 0)
 
 
 class Dispatch(torch.autograd.Function):
@@ -121,7 +121,7 @@ class Dispatch(torch.autograd.Function):
                 here = _valid(weights, record[0]) & (local_ids >= 0)
                 weights = torch.where(here, weights, weights.new_zeros(()))
             else:
-                weights = by_slot(weights, record[1], record[0], static.topk)
+                weights = by_slot(weights, record[1], static.topk)
         dx, dweights = library.without_gradient(
             library.dispatch_backward, _saved_unchecked(ctx.order), rows, weights, topk_ids, record, ctx.communicator
         )
@@ -215,7 +215,7 @@ def _weighted_sum_backward(
     if topk_weights is None or not ctx.needs_input_grad[3]:
         return dy, dw, None
     assert dw is not None
-    spread = by_slot(dw, src_info, row_offsets, static.topk)
+    spread = by_slot(dw, src_info, static.topk)
     _, dtopk = library.without_gradient(
         library.dispatch_backward, _saved_unchecked(ctx.order), None, spread, topk_ids, record, ctx.communicator
     )

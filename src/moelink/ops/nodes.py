@@ -135,7 +135,7 @@ class _Dispatch(torch.autograd.Function):
             if weights is None:
                 spread = received.memory.new_zeros((received.plan.rows, static.topk), dtype=static.weight_dtype)
             else:
-                spread = by_slot(weights, received.field("src_info"), received.field("row_offsets"), static.topk)
+                spread = by_slot(weights, received.field("src_info"), static.topk)
             dweights = gradients.path(gradients.weights()).sum_rows(spread, received)
             if dweights.dtype != ctx.weight_dtype:
                 dweights = dweights.to(ctx.weight_dtype)

@@ -180,13 +180,13 @@ def gradient(grad: Tensor, logits: Tensor, ids: Tensor, choice: Choice) -> Tenso
     if choice.scoring == "softmax" and not choice.renormalize:
         scores = logits.softmax(-1)
         d = d * scores.gather(1, where)
-        return into.scatter(1, where, d) - scores * d.sum(-1, keepdim=True)
+        return into.scatter_(1, where, d) - scores * d.sum(-1, keepdim=True)
     chosen = logits.gather(1, where)
     if choice.scoring == "softmax":
         shares = chosen.softmax(-1)
-        return into.scatter(1, where, shares * (d - (shares * d).sum(-1, keepdim=True)))
+        return into.scatter_(1, where, shares * (d - (shares * d).sum(-1, keepdim=True)))
     scores = chosen.sigmoid()
     if choice.renormalize:
         total = scores.sum(-1, keepdim=True).clamp(min=LEAST)
         d = (d - (d * scores / total).sum(-1, keepdim=True)) / total
-    return into.scatter(1, where, d * scores * (1 - scores))
+    return into.scatter_(1, where, d * scores * (1 - scores))
