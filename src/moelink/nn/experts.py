@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, UnsupportedError
@@ -236,7 +235,7 @@ class _GroupedExperts(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @eager.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         tokens, gate_up, down, row_offsets, between, inner = ctx.saved_tensors
         wants_tokens, wants_gate_up, wants_down = ctx.needs_input_grad[:3]

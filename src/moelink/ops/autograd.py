@@ -61,10 +61,9 @@ def _saved_unchecked(order: Tensor) -> Tensor:
     return order
 
 
-def by_slot(values: Tensor, src_info: Tensor, topk: int) -> Tensor:
+def by_slot(values: Tensor, src_info: Tensor, slots: Tensor) -> Tensor:
     """Spread ``values`` [R] to [R, K]: ``values[r]`` in the column of row r's slot, zeros elsewhere. Rows past the last
-    offset are undefined."""
-    slots = torch.arange(topk, device=values.device)
+    offset are undefined. ``slots`` [K] are 0, 1, ..., K - 1."""
     return torch.where(src_info[:, 2:] == slots, values[:, None], 0)
 
 
@@ -121,7 +120,7 @@ class Dispatch(torch.autograd.Function):
                 here = _valid(weights, record[0]) & (local_ids >= 0)
                 weights = torch.where(here, weights, weights.new_zeros(()))
             else:
-                weights = by_slot(weights, record[1], static.topk)
+                weights = by_slot(weights, record[1], torch.arange(static.topk, device=weights.device))
         dx, dweights = library.without_gradient(
             library.dispatch_backward, _saved_unchecked(ctx.order), rows, weights, topk_ids, record, ctx.communicator
         )
@@ -215,7 +214,7 @@ def _weighted_sum_backward(
     if topk_weights is None or not ctx.needs_input_grad[3]:
         return dy, dw, None
     assert dw is not None
-    spread = by_slot(dw, src_info, static.topk)
+    spread = by_slot(dw, src_info, torch.arange(static.topk, device=dw.device))
     _, dtopk = library.without_gradient(
         library.dispatch_backward, _saved_unchecked(ctx.order), None, spread, topk_ids, record, ctx.communicator
     )

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -199,6 +200,16 @@ class OperatorContext:
         """Make the ``carrier`` of a handle, on ``device``."""
         zero = torch.zeros(1, 1, dtype=self.static.combine_dtype, device=device)
         return zero.expand(rows, self.config.hidden_size)
+
+    @cached_property
+    def zero(self) -> Tensor:
+        """The number that all carriers of eager calls are."""
+        return torch.zeros(1, 1, dtype=self.static.combine_dtype, device=self.session.devices[0])
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[topk] the numbers of a token's slots."""
+        return torch.arange(self.static.topk, device=self.session.devices[0])
 
     @staticmethod
     def _padded(output: DispatchOutput, tensors: list[Tensor | None]) -> tuple[Tensor, ...]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moelink.ops.autograd import by_slot
 from moelink.output import DispatchOutput, carrier_of
@@ -101,7 +100,9 @@ class _Dispatch(torch.autograd.Function):
         source = output.__dict__["_source"]
         row_weights = None
         with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
-            rows = context.carrier(source.plan.rows, x.device) if context.static.quantised else output.tokens
+            rows = output.tokens
+            if context.static.quantised:
+                rows = context.zero.expand(source.plan.rows, context.config.hidden_size)
             if weights is not None:
                 row_weights = source.field("weights")
         wanted = ctx.needs_input_grad
@@ -115,7 +116,7 @@ class _Dispatch(torch.autograd.Function):
         return rows, row_weights
 
     @staticmethod
-    @once_differentiable
+    @eager.once_differentiable
     def backward(ctx: Any, rows: Tensor | None, weights: Tensor | None) -> tuple[Tensor | None, ...]:
         context, received = ctx.context, ctx.received(*ctx.saved_tensors)
         gradients, static = context.gradients, context.static
@@ -135,7 +136,7 @@ class _Dispatch(torch.autograd.Function):
             if weights is None:
                 spread = received.memory.new_zeros((received.plan.rows, static.topk), dtype=static.weight_dtype)
             else:
-                spread = by_slot(weights, received.field("src_info"), static.topk)
+                spread = by_slot(weights, received.field("src_info"), context.slots)
             dweights = gradients.path(gradients.weights()).sum_rows(spread, received)
             if dweights.dtype != ctx.weight_dtype:
                 dweights = dweights.to(ctx.weight_dtype)
@@ -162,7 +163,7 @@ class _Combine(torch.autograd.Function):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @eager.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         memory, ids, y, weights = ctx.saved_tensors
         received, gradients = ctx.received(memory, ids), ctx.context.gradients

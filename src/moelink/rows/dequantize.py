@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moelink.config import EPConfig
 from moelink.errors import UnsupportedError
@@ -35,7 +34,7 @@ class _Straight(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    @once_differentiable
+    @eager.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         (row_offsets,) = ctx.saved_tensors
         return None, without_tail(cast_rows(grad, row_offsets, ctx.dtype), row_offsets), None

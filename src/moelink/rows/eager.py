@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import function as autograd_function
 from torch.nn import Parameter
 
 _PLAIN = frozenset({Tensor, Parameter, bool, int, float, str, list, torch.dtype, type(None)})
@@ -51,6 +51,17 @@ def is_unseen(arguments: Sequence[Any]) -> bool:
             if type(argument) not in _PLAIN and isinstance(argument, Tensor):
                 return False
     return not torch._C._are_functorch_transforms_active()
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``backward`` as torch's ``once_differentiable`` does. A backward whose gradient nobody asks for runs
+    without gradients already, and is not put into a context once more."""
+    guarded = autograd_function.once_differentiable(backward)
+
+    def run_once(ctx: Any, *grads: Any) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return run_once
 
 
 def function_of(
