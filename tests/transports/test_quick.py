@@ -107,7 +107,7 @@ def test_other_calls_go_the_ordinary_way(ordinary: Ordinary) -> None:
         learning = x.clone().requires_grad_()
         assert ep.dispatch(learning, ids, weights).tokens.requires_grad
         assert ep.combine(y.requires_grad_(), first).requires_grad
-        assert ordinary.taken() == ["dispatch", "combine"]
+        assert ordinary.taken() == [], "calls of known kinds, of which autograd functions record gradients"
 
 
 @pytest.mark.quick("each in milliseconds, and another check")

@@ -149,16 +149,16 @@ class PreparedRowsAgain(_Direct):
         rows = call.output.tokens
         self._make_rows = plans.maker(Blank.of(*rows.shape, dtype=rows.dtype), device)
 
-    def prepare(self, x: Tensor, x_at: int, received: Received, ids_at: int) -> Tensor:
-        """Make the rows of a call and write its addresses."""
-        addresses, rows, arena = self.direct.addresses, self._make_rows(), self._make_arena()  # until it is launched
+    def prepare(self, x: Tensor, x_at: int, received: Received, ids_at: int) -> tuple[Tensor, Tensor]:
+        """Make the rows of a call and write its addresses. Returns the rows, and what must live until the launch."""
+        addresses, rows, arena = self.direct.addresses, self._make_rows(), self._make_arena()
         at = arena.data_ptr()
         for place, begin in self._written:
             addresses[place] = at + begin
         addresses[_X], addresses[_IDS], addresses[_TOKENS] = x_at, ids_at, rows.data_ptr()
         if received.at != self._arena_at:
             self._follow(received.at)
-        return rows
+        return rows, arena
 
 
 class PreparedCombine(_Direct):
@@ -188,17 +188,18 @@ class PreparedCombine(_Direct):
 
 
 class PreparedForInterpreter:
-    """Calls of one kind on a CPU. ``make``: makes an ordinary call of its tensors. ``rows``: a dispatch's rows alone
-    are its output."""
+    """Calls of one kind on a CPU. ``make``: makes an ordinary call of its tensors. ``rows``: of a dispatch over an
+    earlier routing, as :class:`PreparedRowsAgain`."""
 
     def __init__(self, make: Callable[..., Dispatch | Combine], rows: bool = False) -> None:
         self._make, self._rows = make, rows
         self._call: Dispatch | Combine | None = None
 
-    def prepare(self, first: Tensor, _: int, second: Any, __: int, third: Any, *rest: Any) -> Any:
+    def prepare(self, first: Tensor, _: int, second: Any, __: int, third: Any = None, *rest: Any) -> Any:
         """Make the output of a call, whose tensors stand between addresses."""
         self._call = self._make(first, second, third)
-        return self._call.output.tokens if self._rows else self._call.output
+        output: Any = self._call.output
+        return (output.tokens, output) if self._rows else output
 
     def launch(self, stream: int) -> None:
         """Launch the prepared call."""
@@ -284,7 +285,8 @@ class SymmetricFastPath:
         prepared = self._prepared.get(_kind_of_rows(x, received))
         x_at, ids_at = self._address(x), self._address(received.ids)
         if prepared is not None and x_at >= 0 and ids_at >= 0 and self._is_quick():
-            return self._make("dispatch", received, prepared, (x, x_at, received, ids_at))  # type: ignore[no-any-return]
+            rows, _ = self._make("dispatch", received, prepared, (x, x_at, received, ids_at))
+            return rows  # type: ignore[no-any-return]
         return self._ordinary(DispatchRequest(x, received.ids, routing=self._over(received))).tokens  # type: ignore[no-any-return]
 
     def _is_quick(self) -> bool:
