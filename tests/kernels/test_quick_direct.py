@@ -58,8 +58,8 @@ def rank_of(ep: Any) -> Rank:
 
 
 def own(ep: Any) -> tuple[list[int], int]:
-    """The addresses of the communicator, and what stands for a tensor that a call does not have."""
-    rank = rank_of(ep)
+    """The addresses of the communicator or session, and what stands for a tensor that a call does not have."""
+    rank = (ep if isinstance(ep, Session) else ep._session).transport.ranks[0]
     return [rank.table.data_ptr(), rank.record.data_ptr(), rank.control.data_ptr()], rank.table.data_ptr()
 
 
@@ -292,3 +292,40 @@ def test_an_output_makes_no_garbage_that_python_must_search_for() -> None:
                 assert [ref() for ref in gone] == [None] * 3
         finally:
             gc.enable()
+
+
+def test_gradients_travel_over_the_routing_of_the_forward(launches: list[Launch]) -> None:
+    """The driver gets the addresses of the notes that the forward made, and of memory of the backward's own."""
+    with played(**SIZES, dispatch_format="fp8_block128") as ep:
+        gradients: Any = ep._context.gradients
+        rows_path, sums_path = gradients.path(gradients.rows()), gradients.path(gradients.sums())
+        for seed in range(4):
+            recv = ep.dispatch(*given(seed))
+            source = vars(recv)["_source"]
+            grad = torch.zeros(5, 128, dtype=torch.bfloat16)
+            rows = rows_path.rows_again(grad, source)
+            sums = sums_path.sum_rows(y := torch.zeros_like(rows), source)
+            assert (rows.shape, sums.shape) == ((len(recv.tokens), 128), (5, 128))
+            if not seed:  # ordinary calls, whose launches are played elsewhere
+                launches.clear()
+                continue
+            sent, home = launches[-2:]
+            first = own(gradients.rows())
+            notes = recv.handle.routing.parts
+            begin = len(first[0]) + len(fast_path.DispatchInputs._fields)
+            assert sent.addresses[: len(first[0])] == first[0]
+            assert sent.addresses[len(first[0])] == grad.data_ptr()
+            assert sent.addresses[len(first[0]) + 3] == source.ids.data_ptr()
+            outputs = sent.addresses[begin : begin + len(fast_path.DispatchOutputs._fields)]
+            assert outputs[0] == rows.data_ptr()
+            read = sent.addresses[begin + len(outputs) :]
+            names = fast_path.RoutingNotes._fields
+            fresh = read.pop(names.index("received"))
+            kept = [part.data_ptr() for name, part in notes._asdict().items() if name != "received"]
+            assert read == [*kept, notes.received.data_ptr(), recv.handle.counts.data_ptr()]
+            written = sorted({*outputs[2:], fresh} - {first[1]})
+            assert len(written) == 7 and not any(at % 16 for at in written)
+            assert not source.at <= fresh < source.at + source.memory.nbytes
+            tensors = [y, None, None, source.ids, None, None, sums, None, *notes]
+            where, absent = own(gradients.sums())
+            assert home.addresses == [*where, *[absent if t is None else t.data_ptr() for t in tensors]]

@@ -15,7 +15,8 @@ time of this process, and the least of many short batches, as other work on the 
 
 ``layer``: an eager call of ``moelink.nn.MoE`` on such a device, and its parts: the router, the experts, and the pair of
 dispatch and combine. With experts in fp8 (``triton``), and in bf16 (``dequantize``), of these also while gradients are
-recorded, forward alone. A device that is played has experts in fp8 alone, because torch would compute products of bf16.
+recorded: forward alone, and with the backward (``step``). A device that is played has experts in fp8 alone, because
+torch would compute products of bf16.
 
 ``operators``: one rank, on a CPU over the collective transport, on a CUDA device over the symmetric one. Nothing
 travels: what is timed is Python, PyTorch's dispatcher and, on a CPU, a few small tensors. A *pair* is one dispatch and
@@ -166,6 +167,14 @@ def measure_layer(ep: moelink.Communicator) -> dict[str, Any]:
         if backend == "dequantize":
             learning = x.clone().requires_grad_()
             times[backend]["layer, gradients"] = least(partial(layer, learning), ProcessorClock(ep.device))
+            learnt, come = [learning, *layer.parameters()], torch.ones_like(x)
+
+            def step(layer: Any = layer, learning: Tensor = learning, learnt: Any = learnt, come: Tensor = come) -> None:
+                layer(learning).backward(come)
+                for each in learnt:
+                    each.grad = None
+
+            times[backend]["step"] = least(step, ProcessorClock(ep.device))
     return {"microseconds": times}
 
 

@@ -180,7 +180,7 @@ class PreparedCombine(_Direct):
         """Make the result of a call and write its addresses."""
         addresses, out = self.direct.addresses, self._make_out()
         addresses[_Y], addresses[_HOME_IDS], addresses[_OUT] = y_at, ids_at, out.data_ptr()
-        if received.weights is not None:
+        if weights_at:
             addresses[_HOME_WEIGHTS] = weights_at
         if received.at != self._arena_at:
             self._follow(received.at)
