@@ -110,7 +110,7 @@ ROUTING = (
            "order = order.gather(1, barred.byte().sort(dim=-1, stable=True).indices)", "order = _order(compared.masked_fill(_barred(compared, choice), float('-inf')))",
            "rows/test_choose.py::test_a_group_that_is_not_chosen_lends_no_expert"),
     Mutant("the gradient of a router's weights forgets that they sum up to one", "rows/choose.py",
-           "return into.scatter(1, where, shares * (d - (shares * d).sum(-1, keepdim=True)))", "return into.scatter(1, where, shares * d)",
+           "return into.scatter_(1, where, shares * (d - (shares * d).sum(-1, keepdim=True)))", "return into.scatter_(1, where, shares * d)",
            "rows/test_choose.py::test_gradients[12-3-softmax-sum]"),
     Mutant("of experts with equal keys the kernel takes the last", "rows/choose_kernel.py",
            "return tl.min(tl.where(keys == key, place, NONE), AXIS)", "return NONE - 1 - tl.min(tl.where(keys == key, NONE - 1 - place, NONE), AXIS)",
