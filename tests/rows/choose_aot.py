@@ -7,7 +7,7 @@ NVIDIA one instruction reduces a warp.
 import sys
 
 from moelink_testing import lowered
-from tests.rows.row_forms import launches_of, run_choose
+from tests.rows.row_forms import launches_of, run_choose, run_choose_gradient
 
 MODELS = {
     "DeepSeek-V3": {"experts": 256, "topk": 8, "scoring": "sigmoid", "groups": 8, "score": "top2", "bias": True},
@@ -25,3 +25,7 @@ if __name__ == "__main__":
             assert "ld.global.v4.b32" in form.assembly, f"{target} {name}: narrow loads"
             assert name == "Mixtral" or "redux.sync" in form.assembly, f"{target} {name}: reductions by shuffles"
             assert "bar.sync" not in form.assembly or name != "Mixtral", f"{target} {name}: barriers"
+        for renormalize in (True, False):
+            ((kernel, spec),) = launches_of(run_choose_gradient, {**row, "gpu": target, "renormalize": renormalize})
+            form = lowered(kernel, spec.types, spec.constants, target=target, **spec.options)
+            assert not form.stack, f"{target} {name}: {form.stack} bytes of local memory for gradients"

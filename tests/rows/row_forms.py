@@ -244,6 +244,13 @@ def run_choose(row: Row) -> None:
         choose_kernel.launch(logits, bias, empty(ROWS, topk), weights, choice)
 
 
+def run_choose_gradient(row: Row) -> None:
+    choice = Choice(row["topk"], row["scoring"], row["renormalize"], 1, 1, "max", 2.5)
+    logits, grad = (empty(ROWS, n, dtype=torch.float32) for n in (row["experts"], row["topk"]))
+    with on(row["gpu"]):
+        choose_kernel.launch_gradient(grad, logits, empty(ROWS, row["topk"]), torch.empty_like(logits), choice)
+
+
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """Return a tensor on a GPU."""
     return torch.empty(shape, dtype=dtype, device="cuda")

@@ -9,7 +9,7 @@ from torch import Tensor
 from moelink.kernels.launch.device import is_interpreted
 from moelink.rows.choice import Choice
 from moelink.rows.choose import choose, gradient, twin
-from moelink.rows.choose_kernel import launch
+from moelink.rows.choose_kernel import launch, launch_gradient
 from tests.rows.choose_cases import LOGITS, Form, choose_one, drawn, forms
 from tests.support.processes import run_compiled
 
@@ -94,6 +94,25 @@ def test_a_group_that_is_not_chosen_lends_no_expert() -> None:
     assert ids.tolist() == [[2, 3]]
     logits = torch.tensor([[-torch.inf, -torch.inf, 0.0, -torch.inf]])
     assert twin(logits, None, Choice(2, "softmax", True, 2, 1, "max", 1.0))[0].tolist() == [[2, 3]]
+
+
+@pytest.mark.quick("each form has another gradient, in milliseconds")
+@interpreted
+@each_form
+def test_the_gradients_kernel_is_the_twin(form: Form) -> None:
+    x, bias = drawn(form, "normal", 17)
+    ids, _ = twin(x, bias, form.choice)
+    grad, out = torch.randn(len(x), form.choice.topk), torch.full_like(x, 7.0)
+    launch_gradient(grad, x, ids.int().contiguous(), out, form.choice)
+    torch.testing.assert_close(out, gradient(grad, x, ids, form.choice), rtol=1e-5, atol=1e-6)
+
+
+@interpreted
+def test_the_gradients_example() -> None:
+    out, ids = torch.empty(1, 4), torch.tensor([[3, 1]], dtype=torch.int32)
+    choice = Choice(2, "sigmoid", False, 1, 1, "max", 4.0)
+    launch_gradient(torch.tensor([[1.0, 2.0]]), torch.zeros(1, 4), ids, out, choice)
+    assert out.tolist() == [[0.0, 2.0, 0.0, 1.0]]
 
 
 @pytest.mark.quick("each form has another gradient, in milliseconds")

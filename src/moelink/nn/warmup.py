@@ -48,7 +48,8 @@ def _call(layer: Layer, config: EPConfig, bound: int, *, training: bool) -> None
     x = torch.zeros(
         bound, config.hidden_size, dtype=config.combine_dtype, device=layer.router.weight.device, requires_grad=training
     )
-    ids = layer.router(x).topk_ids  # which are undefined, as their kernel only prepares; nothing here reads them
+    routing = layer.router(x)
+    ids = routing.topk_ids  # which are undefined, as their kernel only prepares; nothing here reads them
     recv = received(config, bound, ids, training=training)
     experts = layer.experts
     if isinstance(experts, QuantizedExperts):
@@ -64,6 +65,7 @@ def _call(layer: Layer, config: EPConfig, bound: int, *, training: bool) -> None
     arrived = recv.tokens if recv.handle.carrier is None else recv.handle.carrier
     learned = [each for each in experts.parameters() if each.requires_grad]
     found = torch.autograd.grad(out, [arrived, *learned], dy)
+    torch.autograd.grad(routing.topk_weights, routing.logits, torch.zeros_like(routing.topk_weights))
     cast_rows(found[0], recv.row_offsets, config.combine_dtype)
 
 

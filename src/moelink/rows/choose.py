@@ -163,8 +163,22 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, _: Tensor | None, grad: Tensor) -> tuple[Tensor | None, ...]:
-    logits, ids = ctx.saved_tensors
-    return gradient(grad, logits, ids, ctx.choice), *[None] * (1 + len(ctx.choice))
+    given, choice = (grad, *ctx.saved_tensors), ctx.choice
+    logits = given[1]
+    if eager.is_unseen(given) and eager.takes_kernels(logits) and logits.dtype == torch.float32 and logits.shape[0]:
+        tensors = tuple([tensor.contiguous() for tensor in given])
+        made = eager.repeated(tensors, _gradient_by_kernel, *choice)[0]
+    else:
+        made = gradient(*given, choice)
+    return made, *[None] * (1 + len(choice))
+
+
+def _gradient_by_kernel(grad: Tensor, logits: Tensor, ids: Tensor, *choice: Any) -> tuple[tuple[Tensor], tuple[()]]:
+    from moelink.rows.choose_kernel import launch_gradient
+
+    out = torch.empty_like(logits)
+    launch_gradient(grad, logits, ids, out, Choice(*choice))
+    return (out,), ()
 
 
 _Choose = eager.function_of(_choose, _save, _backward)
@@ -175,7 +189,7 @@ _operator.register_autograd(_backward, setup_context=_save)
 
 def gradient(grad: Tensor, logits: Tensor, ids: Tensor, choice: Choice) -> Tensor:
     """The gradient of logits [T, E] for ``grad`` [T, K], that of weights. Of a softmax that is not renormalised every
-    logit has one, else the chosen ones."""
+    logit has one, else the chosen ones. The kernel has other roundings."""
     where, into, d = ids.long(), torch.zeros_like(logits), grad * choice.scaling_factor
     if choice.scoring == "softmax" and not choice.renormalize:
         scores = logits.softmax(-1)

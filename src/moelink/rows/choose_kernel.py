@@ -195,6 +195,48 @@ def choose_experts_kernel(logits, bias, ids, weights, tokens, topk, S: tl.conste
         tl.store(weights + to, value * S.FACTOR, mask=mine)
 
 
+@triton.jit(do_not_specialize=["tokens", "topk"])
+def choose_gradient_kernel(grad, logits, ids, out, tokens, topk, S: tl.constexpr):
+    """Store the gradient of logits [T, E] for ``grad`` [T, K], that of weights, by the formulas of
+    :func:`moelink.rows.choose.gradient`.
+
+    Example: 4 experts, sigmoid, not renormalised, times 4. Of logits 0 and ids [3, 1] with grad [1, 2], scores are 1/2
+    and their slopes 1/4, so the gradient is [0, 2, 0, 1].
+    """
+    follow_previous_launch(S)
+    place = tl.arange(0, next_power_of_2(S.NUM_EXPERTS))[None, :]
+    slot = tl.arange(0, next_power_of_2(S.TOPK))[None, :]
+    for step in range(tl.program_id(0), tl.cdiv(tokens, S.TOKENS), tl.num_programs(0)):
+        token = (tl.cast(step, tl.int64) * S.TOKENS + tl.arange(0, S.TOKENS))[:, None]
+        stored = (token < tokens) & (place < S.NUM_EXPERTS)
+        mine = (token < tokens) & (slot < S.TOPK)
+        chosen = tl.load(ids + token * S.TOPK + slot, mask=mine, other=0)
+        d = tl.load(grad + token * S.TOPK + slot, mask=mine, other=0.0) * S.FACTOR
+        value = tl.load(logits + token * S.NUM_EXPERTS + chosen, mask=mine, other=-float("inf"))
+        row = tl.zeros([S.TOKENS, place.shape[1]], tl.float32)
+        if not S.SOFTMAX:
+            score = sigmoid(value)
+            if S.RENORMALIZE:
+                total = tl.maximum(tl.sum(tl.where(mine, score, 0.0), 1), LEAST)[:, None]
+                d = (d - tl.sum(d * score / total, 1)[:, None]) / total
+            d = d * score * (1.0 - score)
+        elif S.RENORMALIZE:
+            share = power(value - tl.max(value, 1)[:, None])
+            share /= tl.sum(share, 1)[:, None]
+            d = share * (d - tl.sum(share * d, 1)[:, None])
+        else:
+            logit = tl.load(logits + token * S.NUM_EXPERTS + place, mask=stored, other=-float("inf"))
+            highest = tl.max(logit, 1)[:, None]
+            score = power(logit - highest)
+            total = tl.sum(score, 1)[:, None]
+            d *= power(value - highest) / total
+            row -= score / total * tl.sum(d, 1)[:, None]
+        for k in range(topk):
+            at = tl.sum(tl.where(slot == k, chosen, 0), 1)[:, None]
+            row += tl.where(place == at, tl.sum(tl.where(slot == k, d, 0.0), 1)[:, None], 0.0)
+        tl.store(out + token * S.NUM_EXPERTS + place, row, mask=stored)
+
+
 @lru_cache(maxsize=256)
 def _constants(choice: shared.Choice, experts: int, has_bias: bool) -> tuple[ChooseConstants, int]:
     """Return the launch constants for logits of ``experts`` experts, and the tokens of a step."""
@@ -225,5 +267,20 @@ def launch(
     constants, at_once = _constants(choice, experts, bias is not None)
     common.launch(
         choose_experts_kernel, (logits, bias, ids, weights, tokens, choice.topk), constants,
+        triton.cdiv(tokens, at_once), absent=logits, per_sm=32, num_warps=1,
+    )  # fmt: skip
+
+
+def launch_gradient(
+    grad: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, choice: shared.Choice
+) -> None:
+    """Fill ``out`` [T, E] from ``grad`` [T, K], ``logits`` [T, E] and ``ids`` [T, K]; fp32, and int32. All are
+    contiguous. No bits are promised."""
+    tokens, experts = logits.shape
+    if not tokens:
+        return
+    constants, at_once = _constants(choice, experts, False)
+    common.launch(
+        choose_gradient_kernel, (grad, logits, ids, out, tokens, choice.topk), constants,
         triton.cdiv(tokens, at_once), absent=logits, per_sm=32, num_warps=1,
     )  # fmt: skip
