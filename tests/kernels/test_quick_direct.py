@@ -324,7 +324,8 @@ def test_gradients_travel_over_the_routing_of_the_forward(launches: list[Launch]
             kept = [part.data_ptr() for name, part in notes._asdict().items() if name != "received"]
             assert read == [*kept, notes.received.data_ptr(), recv.handle.counts.data_ptr()]
             written = sorted({*outputs[2:], fresh} - {first[1]})
-            assert len(written) == 7 and not any(at % 16 for at in written)
+            assert len(written) == 7
+            assert not any(at % 16 for at in written)
             assert not source.at <= fresh < source.at + source.memory.nbytes
             tensors = [y, None, None, source.ids, None, None, sums, None, *notes]
             where, absent = own(gradients.sums())

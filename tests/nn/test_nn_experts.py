@@ -13,6 +13,7 @@ import moelink
 from moelink.nn import experts
 from moelink.nn.experts import grouped_experts, grouped_matmul
 from moelink.rows.dequantize import dequantized
+from moelink.testing import assert_bitwise_equal
 
 OFFSETS = torch.tensor([0, 3, 3, 9, 10], dtype=torch.int32)
 ROWS, HIDDEN, INTER = 13, 16, 8
@@ -142,3 +143,24 @@ def test_rows_of_every_format_become_numbers(name: str) -> None:
     assert got.dtype == dtype
     assert int(routed.sum()) == 9
     assert torch.equal(got[: len(present)][routed], want[present[routed].long()])
+
+
+@pytest.mark.parametrize("frozen", ["", "tokens", "gate_up", "down"])
+def test_experts_in_one_function_have_the_bits_of_torchs_own(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    shapes = {"tokens": (9, 32), "gate_up": (3, 32, 32), "down": (3, 32, 16)}
+    drawn = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    row_offsets, results = torch.tensor([0, 4, 4, 7], dtype=torch.int32), []
+    for fits in (experts._fits_node, lambda *_: False):
+        monkeypatch.setattr(experts, "_fits_node", fits)
+        given = {name: value.clone().requires_grad_(name != frozen) for name, value in drawn.items()}
+        tokens, *weights = given.values()
+        out = grouped_experts(tokens, row_offsets, *weights, activation=torch.nn.functional.silu)
+        assert ("_GroupedExperts" in type(out.grad_fn).__name__) == (not results)
+        out.backward(torch.ones(1, 32).bfloat16().expand(9, 32))
+        rows = None if tokens.grad is None else tokens.grad[:7]
+        results.append([out.detach()[:7], rows, *[weight.grad for weight in weights]])
+    for mine, want in zip(*results, strict=True):
+        assert (mine is None) == (want is None)
+        if mine is not None and want is not None:
+            assert_bitwise_equal(mine, want, "gradient")

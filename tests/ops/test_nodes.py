@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import moelink
-from moelink.nn import MoE
 from moelink.ops import dequantize
 from moelink.testing import assert_bitwise_equal
 from moelink.transports.session import Session
@@ -59,7 +58,13 @@ def ordinary_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.mark.parametrize("learning", ["xw", "x", "w", "y"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dispatch_format": "fp8_block128"}, {"pre_reduce": False}, {"combine_format": "fp8_block128"}, {"capacity": 3}],
+    [
+        {},
+        {"dispatch_format": "fp8_block128"},
+        {"pre_reduce": False},
+        {"combine_format": "fp8_block128"},
+        {"capacity": 3},
+    ],
     ids=str,
 )
 def test_gradients_are_those_of_the_operators(
@@ -144,23 +149,3 @@ def test_what_a_tracer_must_see_goes_through_operators() -> None:
         with Noting():
             step(ep, 0, "xw")
     assert {"moelink.dispatch.default", "moelink.combine.default"} <= set(seen)
-
-
-def test_a_layers_experts_have_the_gradients_of_torchs_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moelink.nn import experts
-
-    sizes = {"num_experts": 4, "topk": 2, "hidden_size": 32, "max_tokens_per_rank": 8}
-    with moelink.init(**sizes) as ep:
-        layer = MoE(ep, intermediate_size=16)
-        results = []
-        for fits in (experts._fits_node, lambda *_: False):
-            monkeypatch.setattr(experts, "_fits_node", fits)
-            torch.manual_seed(0)
-            x = torch.randn(8, 32).bfloat16().requires_grad_()
-            out = layer(x)
-            out.backward(torch.randn(1, 32).bfloat16().expand(8, 32))
-            results.append([out.detach(), x.grad, *[p.grad for p in layer.parameters()]])
-            layer.zero_grad()
-        assert ("_GroupedExperts" in str(experts._GroupedExperts)) and len(results[0]) == 5
-        for mine, want in zip(*results, strict=True):
-            assert_bitwise_equal(mine, want, "gradient")

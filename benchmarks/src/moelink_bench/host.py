@@ -167,15 +167,16 @@ def measure_layer(ep: moelink.Communicator) -> dict[str, Any]:
         if backend == "dequantize":
             learning = x.clone().requires_grad_()
             times[backend]["layer, gradients"] = least(partial(layer, learning), ProcessorClock(ep.device))
-            learnt, come = [learning, *layer.parameters()], torch.ones_like(x)
-
-            def step(layer: Any = layer, learning: Tensor = learning, learnt: Any = learnt, come: Tensor = come) -> None:
-                layer(learning).backward(come)
-                for each in learnt:
-                    each.grad = None
-
+            step = partial(make_step, layer, learning, torch.ones_like(x))
             times[backend]["step"] = least(step, ProcessorClock(ep.device))
     return {"microseconds": times}
+
+
+def make_step(layer: Any, x: Tensor, grad: Tensor) -> None:
+    """Make a forward and the backward of ``grad``, and drop all gradients."""
+    layer(x).backward(grad)
+    x.grad = None
+    layer.zero_grad()
 
 
 @torch.no_grad()

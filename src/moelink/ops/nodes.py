@@ -1,10 +1,10 @@
 """Make eager calls whose gradients are recorded, without the operators: one autograd function for a call.
 
-An operator takes and returns tensors alone, so a dispatch through it makes 24 of them, and a later call makes objects of
-these again. Where nothing traces (:func:`moelink.rows.eager.is_unseen`), an autograd function may hold any object. Those
-here make calls without options on the fast path of the transport (:class:`moelink.transports.base.FastPath`), in the
-forward and in the backward. Their gradients are those of :mod:`moelink.ops.autograd`, which has the formulas and the
-legend. All other calls that record gradients go through it.
+An operator takes and returns tensors alone, so a dispatch through it makes some twenty of them, and a later call makes
+objects of these again. Where nothing traces (:func:`moelink.rows.eager.is_unseen`), an autograd function may hold any
+object. The functions here make calls without options on the fast path of the transport
+(:class:`moelink.transports.base.FastPath`), in the forward and in the backward. Their gradients are those of
+:mod:`moelink.ops.autograd`, which has the formulas and the legend. All other calls that record gradients go through it.
 """
 
 from __future__ import annotations

@@ -101,10 +101,8 @@ def gated_activation(
     if known is None:
         gate, up = gate_up.chunk(2, dim=1)
         return activation(gate) * up  # type: ignore[operator, no-any-return]
-    return eager.run(  # type: ignore[no-any-return]
-        torch.ops.moelink.gated_activation, activate, _Gated, gate_up, row_offsets, known.kind, known.alpha, known.limit,
-        batch_invariant,
-    )  # fmt: skip
+    operator, given = torch.ops.moelink.gated_activation, (known.kind, known.alpha, known.limit, batch_invariant)
+    return eager.run(operator, activate, _Gated, gate_up, row_offsets, *given)  # type: ignore[no-any-return]
 
 
 def twin(gate_up: Tensor, known: GatedActivation) -> Tensor:
@@ -213,6 +211,4 @@ _Gated = eager.function_of(activate, _save, _backward)
 _operator = torch.library.custom_op("moelink::gated_activation", activate, mutates_args=())
 _operator.register_fake(_gated_fake)
 _operator.register_autograd(_backward, setup_context=_save)
-torch.library.custom_op("moelink::gated_activation_gradient", gradient, mutates_args=()).register_fake(
-    _gradient_fake
-)
+torch.library.custom_op("moelink::gated_activation_gradient", gradient, mutates_args=()).register_fake(_gradient_fake)

@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from moelink.kernels.launch.arguments import has_hooks
@@ -375,10 +374,11 @@ class SymmetricFastPath:
         if plan.layout is not None or any(self._address(tensor) < 0 for tensor in call.given):
             return
         if self._on_cpu:
-            self._prepared[key] = PreparedForInterpreter(
-                lambda x, received, _: Dispatch(rank, DispatchRequest(x, received.ids, routing=self._over(received)), owner),
-                rows=True,
-            )
+
+            def make(x: Tensor, received: Received, _: None) -> Dispatch:
+                return Dispatch(rank, DispatchRequest(x, received.ids, routing=self._over(received)), owner)
+
+            self._prepared[key] = PreparedForInterpreter(make, rows=True)
             return
         ((both, _, numbers, given),) = call.launches()
         direct = rank.launcher.direct_form(both, given, [rank.nothing_at] * len(ADDRESSES), numbers)
@@ -432,4 +432,3 @@ def _kind_of_combine(y: Tensor, received: Received, weigh: bool) -> Any:
 def _kind_of_rows(x: Tensor, received: Received) -> Any:
     """Return the key of the kind of a dispatch over the routing of another."""
     return received.plan, x.shape, x.dtype, received.ids.dtype
-
