@@ -16,6 +16,7 @@ from triton import knobs
 
 import moelink
 from moelink.kernels.launch.direct import DirectKernel
+from moelink.kernels.records import DispatchInputs, DispatchOutputs, RoutingNotes
 from moelink.transports.session import Session
 from moelink.transports.symmetric import fast_path
 from moelink.transports.symmetric.rank import Rank
@@ -312,14 +313,14 @@ def test_gradients_travel_over_the_routing_of_the_forward(launches: list[Launch]
             sent, home = launches[-2:]
             first = own(gradients.rows())
             notes = recv.handle.routing.parts
-            begin = len(first[0]) + len(fast_path.DispatchInputs._fields)
+            begin = len(first[0]) + len(DispatchInputs._fields)
             assert sent.addresses[: len(first[0])] == first[0]
             assert sent.addresses[len(first[0])] == grad.data_ptr()
             assert sent.addresses[len(first[0]) + 3] == source.ids.data_ptr()
-            outputs = sent.addresses[begin : begin + len(fast_path.DispatchOutputs._fields)]
+            outputs = sent.addresses[begin : begin + len(DispatchOutputs._fields)]
             assert outputs[0] == rows.data_ptr()
             read = sent.addresses[begin + len(outputs) :]
-            names = fast_path.RoutingNotes._fields
+            names = RoutingNotes._fields
             fresh = read.pop(names.index("received"))
             kept = [part.data_ptr() for name, part in notes._asdict().items() if name != "received"]
             assert read == [*kept, notes.received.data_ptr(), recv.handle.counts.data_ptr()]

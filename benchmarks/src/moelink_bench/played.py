@@ -32,6 +32,7 @@ from moelink.kernels.launch.row_launch import PreparedRows, RowLauncher
 from moelink.ops import gradient_communicators
 from moelink.rows import common_kernel, eager
 from moelink.transports import session, validation
+from moelink.transports.build import open_session
 from moelink.transports.session import Session
 from moelink.transports.symmetric import plans
 from moelink.transports.symmetric.fast_path import SymmetricFastPath
@@ -87,7 +88,6 @@ def prepared_rows(arguments: Sequence[Any]) -> PreparedRows:
 
 CARD = torch.device("cuda", 0)
 ROW_LAUNCH = RowLauncher.launch
-OPEN_SESSION = gradient_communicators.open_session
 
 
 def _launch_rows(launcher: RowLauncher, *given: Any, device: torch.device, **options: Any) -> None:
@@ -182,13 +182,13 @@ def _play(session: Any) -> SymmetricFastPath:
     rank.launcher._stream_of = abs  # of the device's index, 0
     rank.launcher._own_addresses = [rank.table.data_ptr(), rank.record.data_ptr(), rank.control.data_ptr()]
     transport._on_cpu = False
-    quick: Any = SymmetricFastPath(session, transport, rank)
+    quick = SymmetricFastPath(session, transport, rank)
     quick._on_cpu = False
     return quick
 
 
 def _open_played(*given: Any) -> Session:
     """Stand for ``open_session`` of the communicators of gradients."""
-    session = OPEN_SESSION(*given)
+    session = open_session(*given)
     _play(session)
     return session

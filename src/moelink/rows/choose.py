@@ -163,13 +163,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, _: Tensor | None, grad: Tensor) -> tuple[Tensor | None, ...]:
-    given, choice = (grad, *ctx.saved_tensors), ctx.choice
-    logits = given[1]
+    (logits, ids), choice = ctx.saved_tensors, ctx.choice
+    given = grad, logits, ids
     if eager.is_unseen(given) and eager.takes_kernels(logits) and logits.dtype == torch.float32 and logits.shape[0]:
         tensors = tuple([tensor.contiguous() for tensor in given])
         made = eager.repeated(tensors, _gradient_by_kernel, *choice)[0]
     else:
-        made = gradient(*given, choice)
+        made = gradient(grad, logits, ids, choice)
     return made, *[None] * (1 + len(choice))
 
 

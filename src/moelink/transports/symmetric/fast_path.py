@@ -134,7 +134,7 @@ class PreparedRowsAgain(_Direct):
 
     def __init__(self, call: Dispatch, earlier: plans.LaunchPlan, direct: DirectKernel) -> None:
         begins = dict(zip(RoutingNotes._fields, earlier.notes_layout.first_bytes, strict=True))
-        read = {(RoutingNotes, name): begin for name, begin in begins.items() if name != "received"}
+        read: dict[Any, int] = {(RoutingNotes, name): begin for name, begin in begins.items() if name != "received"}
         read[CachedRouting, "received"] = begins["received"]
         read[CachedRouting, "counts"] = earlier.arena.places["counts"][0]
         plan, device = call.launch_plan, call.rank.device
