@@ -59,7 +59,7 @@ def main() -> None:
         new = generate(parallel, ids, arguments.new_tokens)
         config = parallel.ep.config
         if config.rank == 0:
-            text = tokenizer.decode(new) if tokenizer else repr(bytes(new.tolist()))
+            text = tokenizer.decode(new) if tokenizer else f"{bytes(new.tolist())!r} (random weights, random bytes)"
             print(f"{config.world_size} ranks, {config.num_local_experts} of {config.num_experts} experts on this one")
             if parallel.loaded:
                 print(f"read {parallel.loaded.tensors} tensors, left {parallel.loaded.other_ranks} to other ranks")
