@@ -519,7 +519,7 @@ CONTRACT = (
            "_OWN_NAMES.get(error.field, error.field)", "error.field",
            "contract/test_contract_arguments.py::test_sizes_are_refused_under_the_names_of_the_contract"),
     Mutant("the first device launches before the second is checked", "contract/devices.py",
-           "    second = [\n        ep_dispatch_wait.prepare(", "    _start(ep, first)\n    second = [\n        ep_dispatch_wait.prepare(",
+           "    second = _prepared(\n        ep_dispatch_wait", "    _start(ep, first)\n    second = _prepared(\n        ep_dispatch_wait",
            "contract/test_contract_arguments.py::test_a_bad_argument_on_one_device_leaves_all_of_them_usable"),
     Mutant("rows of distinct ids are counted as repeated ones", "contract/params.py",
            "repeated = max(0, config.topk - config.num_local_experts)", "repeated = 0",
