@@ -17,7 +17,7 @@ import moelink
 from moelink.formats import get_format
 from moelink.kernels.launch.direct import cuda_driver
 from moelink.kernels.launch.row_launch import Block, TensorMap, row_launcher
-from moelink.nn import MoE
+from moelink.nn import MoE, experts
 from moelink.rows import activation_kernel, dequantize_kernel, gated_kernel, grouped_fp8, scale_rows_kernel
 from tests.rows.grouped_fp8_cases import problem
 from tests.support.seen import Seen
@@ -197,6 +197,33 @@ def test_a_layer_gives_the_same_with_and_without_operators(backend: str) -> None
                     want = layer(x)
             assert torch.equal(got, want)
             assert any("quantized_experts" in name or "gated" in name for name in seen.names)
+        ep.check()
+
+
+@pytest.mark.parametrize("dispatch_format", ["bf16", FMT])
+def test_a_layer_learns_the_same_with_and_without_operators(
+    dispatch_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with moelink.init(
+        num_experts=8, topk=2, hidden_size=256, max_tokens_per_rank=64, dispatch_format=dispatch_format,
+        transport="symmetric", device="cuda",
+    ) as ep:  # fmt: skip
+        layer = MoE(ep, intermediate_size=128)
+        for tokens in (1, 33, 64, 33, 1):
+            x, grad = (torch.randn(tokens, 256, device="cuda").bfloat16() for _ in range(2))
+            results = []
+            for nodes in (True, False):
+                with monkeypatch.context() as patch:
+                    if not nodes:
+                        patch.setattr(ep._context, "has_nodes", False)
+                        patch.setattr(experts, "_fits_node", lambda *_: False)
+                    learning = x.clone().requires_grad_()
+                    out = layer(learning)
+                    out.backward(grad)
+                results.append([out.detach(), learning.grad, *[weight.grad for weight in layer.parameters()]])
+                layer.zero_grad()
+            for mine, want in zip(*results, strict=True):
+                assert torch.equal(mine, want)
         ep.check()
 
 

@@ -1,8 +1,8 @@
 """Register dispatch and combine as PyTorch operators, with fakes and gradients: ``torch.ops.moelink``.
 
 ``ep.dispatch`` and ``ep.combine`` call the operators while they are traced (``torch.compile``, ``torch.export``), and
-the gradients of the operators (:mod:`moelink.ops.autograd`) when an argument requires grad; in all other cases the
-transport directly. ``docs/pytorch.md`` documents the guarantees of the operators. Read the modules in this order:
+autograd functions with the operators' gradients when an argument requires grad; in all other cases the transport
+directly. ``docs/pytorch.md`` documents the guarantees of the operators. Read the modules in this order:
 
 ===========================  ===========================================================================================
 ``calls``                    turns a request into an operator call, and the operator's tensors into its result
