@@ -41,7 +41,7 @@ BUDGET = {
     "tracing": 535,
     "tracing/device": 524,
     "tools": 366,
-    "tools/cli": 1322,
+    "tools/cli": 1329,
     "tools/demo": 651,
     "tools/doctor": 891,
     "tools/plan": 2076,
