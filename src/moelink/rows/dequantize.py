@@ -36,8 +36,27 @@ class _Straight(torch.autograd.Function):
     @staticmethod
     @eager.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
-        (row_offsets,) = ctx.saved_tensors
-        return None, without_tail(cast_rows(grad, row_offsets, ctx.dtype), row_offsets), None
+        return None, _carried(ctx, grad), None
+
+
+class _Dequantize(torch.autograd.Function):
+    """Return dequantised rows; pass their gradient on to ``carrier``."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, *given: Any) -> Tensor:
+        ctx.dtype, ctx.given = carrier.dtype, len(given)
+        ctx.save_for_backward(given[2])
+        return _dequantize_rows(*given)
+
+    @staticmethod
+    @eager.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _carried(ctx, grad), *[None] * ctx.given
+
+
+def _carried(ctx: Any, grad: Tensor) -> Tensor:
+    (row_offsets,) = ctx.saved_tensors
+    return without_tail(cast_rows(grad, row_offsets, ctx.dtype), row_offsets)
 
 
 def dequantize(
@@ -90,12 +109,17 @@ def dequantized(
         if isinstance(fmt, Plain):
             return cast_rows(recv.tokens, recv.row_offsets, dtype)
         return fmt.dequantize(recv.tokens, None, input_scale).to(dtype)
-    with torch.no_grad():
-        value = eager.run(
-            torch.ops.moelink.dequantize_rows, _dequantize_rows, None, recv.tokens, scales, recv.row_offsets,
-            recv.scales_offsets, input_scale, fmt.name, config.hidden_size, dtype, config.layout == "rank",
-        )  # fmt: skip
+    given = (
+        recv.tokens, scales, recv.row_offsets, recv.scales_offsets, input_scale, fmt.name, config.hidden_size, dtype,
+        config.layout == "rank",
+    )  # fmt: skip
     carrier = carrier_of(recv)
+    if eager.is_unseen((carrier, *given)):
+        if carrier is not None and carrier.requires_grad and torch.is_grad_enabled():
+            return eager.apply(_Dequantize, carrier, *given)  # type: ignore[no-any-return]
+        return _dequantize_rows(*given)
+    with torch.no_grad():
+        value = torch.ops.moelink.dequantize_rows(*given)
     if carrier is None:
         return value  # type: ignore[no-any-return]
     return _Straight.apply(value, carrier, recv.row_offsets)  # type: ignore[no-any-return, no-untyped-call]
