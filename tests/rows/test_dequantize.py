@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import moelink.rows.dequantize  # noqa: F401 - registers the operator
 from moelink import get_format
 from moelink.kernels.launch.device import is_interpreted
 from moelink.rows import dequantize_kernel as kernel
