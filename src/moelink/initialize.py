@@ -17,6 +17,7 @@ from moelink.control.handshake import refuse
 from moelink.errors import ConfigError, UnsupportedError
 from moelink.metrics import endpoint_of_environment
 from moelink.names import FormatName, Layout, Mode, OnFailure, TransportName
+from moelink.transports.build import refuse_newcomers
 
 
 def init(
@@ -119,10 +120,12 @@ def join(
     Raises:
         ConfigError: a value is not acceptable.
         ConfigMismatchError: the others have another version of moelink or other settings; raised on every rank.
+        UnsupportedError: symmetric memory of several nodes.
         PeerTimeoutError: nobody admits this rank within ``timeout``, or another rank did not come.
     """
     where = default_device() if device is None else plain_device(device)
     config = EPConfig(**settings, world_size=world_size, rank=rank)
+    refuse_newcomers("join", config)
     world = arrive(rank, store, config.timeout)
     with named(world.ranks, rank):
         return open_communicator(config, where, world)

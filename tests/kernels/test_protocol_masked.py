@@ -1,8 +1,12 @@
-"""The protocol with a masked rank under seeded schedules: the words in its place end every wait, and nothing else."""
+"""The protocol with masked ranks under seeded schedules: the words in their place end every wait, and nothing else.
+
+Between nodes, network proxies carry puts in pieces and in any order. They carry none to masked ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,47 +21,72 @@ from moelink.testing import assert_bitwise_equal, rank_data
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink_testing import Scheduler
 from tests.support.cases import Setup
-from tests.support.protocol_runs import transports
+from tests.support.protocol_runs import SpitefulProxy, play, transports
 from tests.tiers import seeds
 
-WORLD, MASKED = 3, 1
+
+@dataclass(frozen=True)
+class Form:
+    """Options of ``world`` ranks of which some are masked."""
+
+    options: tuple[tuple[str, Any], ...] = ()
+    world: int = 3
+    masked: tuple[int, ...] = (1,)
+
+
+def of_nodes(node: int, world: int, *masked: int, **options: Any) -> Form:
+    """Return the form of nodes of ``node`` ranks."""
+    return Form((("transport", "symmetric"), ("ranks_per_node", node), *options.items()), world, masked)
+
+
 SIZES = (("max_tokens_per_rank", 4), ("hidden_size", 8))
 FORMS = {
-    "sums": SIZES,
-    "every_row": (*SIZES, ("pre_reduce", False)),
-    "rank": (*SIZES, ("layout", "rank")),
-    "planned": SIZES,
+    "sums": Form(),
+    "every_row": Form((("pre_reduce", False),)),
+    "rank": Form((("layout", "rank"),)),
+    "planned": Form(world=4),
+    "nodes": of_nodes(2, 4, 1),
+    "nodes_every_row": of_nodes(2, 4, 2, pre_reduce=False),
+    "nodes_rank": of_nodes(1, 3, 1, layout="rank"),
+    "nodes_whole": of_nodes(2, 4, 2, 3),
+    "nodes_two": of_nodes(2, 6, 1, 2),
 }
-"""With four ranks a planner waits for counts, and the others for headers."""
+"""With four ranks of one node a planner waits for counts, and the others for headers."""
 
 
 class Ranks:
-    """The ranks but one of a communicator, in blocks that know of it."""
+    """The ranks of a communicator but the masked ones, in blocks that know of them."""
 
-    def __init__(self, form: str) -> None:
-        self.world = WORLD + (form == "planned")
-        self.setup = Setup("bf16", FORMS[form], num_experts=5, topk=2)
-        self.transports = transports(self.setup, self.world)
+    def __init__(self, name: str, seed: int = 0) -> None:
+        form = FORMS[name]
+        self.world, self.masked = form.world, form.masked
+        self.setup = Setup("bf16", (*SIZES, *form.options), num_experts=max(5, self.world), topk=2)
+        self.transports = transports(self.setup, self.world, seed=seed, proxies=SpitefulProxy)
         self.config = self.setup.config(self.world, 0)
-        self.present = [rank for rank in range(self.world) if rank != MASKED]
-        absent = torch.tensor([owner == MASKED for owner in expert_owners(self.config)])
+        self.present = [rank for rank in range(self.world) if rank not in self.masked]
+        absent = torch.tensor([owner in self.masked for owner in expert_owners(self.config)])
         for rank in self.present:
-            block = self.transports[rank].ranks[0].memory.local
-            block.zero_()
-            fill_in_for([MASKED], block, workspace=Workspace(self.config))
-        # The block of the masked rank is memory that nobody reads.
+            (each,) = self.transports[rank].ranks
+            with each.network.without(self.masked):
+                each.memory.local.zero_()
+            fill_in_for(self.masked, each.memory.local, rank=rank, workspace=Workspace(self.config))
+        # The blocks of masked ranks are memory that nobody reads.
         self.absent = absent
         self.load(seed=5)
 
     def load(self, seed: int) -> None:
         """Take other tokens, of which other ranks have the experts."""
         every = [
-            rank_data(seed=seed, rank=r, num_tokens=4 - r, hidden_size=8, num_experts=5, topk=2)
+            rank_data(
+                seed=seed, rank=r, num_tokens=4 - r % 4, hidden_size=self.config.hidden_size,
+                num_experts=self.config.num_experts, topk=2,
+            )
             for r in range(self.world)
         ]
         ids = [torch.where(self.absent[d.topk_ids.long()], -1, d.topk_ids) for d in every]
         given = [(d.x, i, d.topk_weights) for d, i in zip(every, ids, strict=True)]
-        given[MASKED] = tuple(part[:0] for part in given[MASKED])
+        for rank in self.masked:
+            given[rank] = tuple(part[:0] for part in given[rank])
         self.every, (self.xs, self.ids, self.weights) = every, zip(*given, strict=True)
 
     def dispatch(self, rank: int, **options: Any) -> Any:
@@ -80,8 +109,10 @@ class Ranks:
 
     def run(self, seed: int, main: Callable[[int], Any]) -> dict[int, Any]:
         """Run ``main`` of each rank that is present under the schedule of ``seed``; results by rank."""
-        parts = [lambda rank=rank: main(rank) for rank in self.present]
-        return dict(zip(self.present, Scheduler(seed).run(parts), strict=True))
+        results: dict[int, Any] = {}
+        parts = [lambda rank=rank: results.update({rank: main(rank)}) for rank in self.present]
+        play(Scheduler(seed), [self.transports[rank] for rank in self.present], parts)
+        return results
 
 
 @seeds(1, 8, why="each form waits for other words of the masked rank")
@@ -90,7 +121,7 @@ def test_calls_go_on_without_a_masked_rank(form: str, seeds: range) -> None:
     """Three pairs, of which the second is over the routing of the first, and one of other tokens: sums of what is left,
     and nobody waits."""
     for seed in seeds:
-        ranks = Ranks(form)
+        ranks = Ranks(form, seed)
 
         def main(rank: int, ranks: Ranks = ranks) -> list[torch.Tensor]:
             first = ranks.dispatch(rank)
@@ -103,7 +134,7 @@ def test_calls_go_on_without_a_masked_rank(form: str, seeds: range) -> None:
             for number, out in enumerate(sums):
                 assert_bitwise_equal(out, expected[rank], f"rank {rank}, pair {number}")
             ranks.transports[rank].check()
-        if form == "sums":  # rows that do not belong to sums lie where sums will
+        if form in ("sums", "nodes"):  # rows that do not belong to sums lie where sums will
             ranks.run(seed, lambda rank, ranks=ranks: ranks.combine(rank, ranks.dispatch(rank), reduce=False))
         ranks.load(seed=6)
         later = ranks.expected()

@@ -5,9 +5,11 @@ Nobody writes the words of a masked rank there, for which kernels wait. So each 
 once, before any peer maps it, as if the masked rank had been in all calls to come and had nothing to send:
 
 ==================  ===============================================================================================
-credit              of any call: stores to it end in memory that nobody else maps, so nothing is overwritten
+credit              of any call: stores and puts to it end in memory that nobody else maps, or nowhere
 counts              LL words of no call, which no wait awaits; the values are 0, but for the options, which
                     match any others
+counts_flag         of any call, between nodes: the put of its counts has arrived
+marks_flag          of any call, with two levels: no token comes by it (the marks are zeros)
 combine_head        of any call, with a status that takes no part in comparisons
 control             some ranks are masked: home awaits no row of those whose combine_status says so
                     (``kernels.combine.arrivals.awaited_slots``), with flags or in Lamport slots
@@ -49,8 +51,9 @@ def poison(block: Tensor, *, rank: int, missing: int, workspace: Workspace) -> N
     workspace.regions["poison"].view(block)[0] = rank + 1
 
 
-def fill_in_for(masked: Sequence[int], block: Tensor, *, workspace: Workspace) -> None:
-    """Write the words of ranks ``masked`` into ``block``, [nbytes] uint8 of zeros, which no peer has mapped yet."""
+def fill_in_for(masked: Sequence[int], block: Tensor, *, rank: int, workspace: Workspace) -> None:
+    """Write the words of ranks ``masked`` into ``block``, [nbytes] uint8 of zeros, of ``rank``, which no peer has
+    mapped yet."""
     regions = workspace.regions
     ranks = list(masked)
     if not ranks:
@@ -62,3 +65,9 @@ def fill_in_for(masked: Sequence[int], block: Tensor, *, workspace: Workspace) -
     parts["combine_head"][ranks] = ANY_CALL
     parts["combine_status"][ranks] = STATUS_OF_NOBODY
     regions["control"].view(block)[SOME_MASKED] = 1
+    if workspace.inter_node_ranks:
+        regions["counts_flag"].view(block)[ranks] = ANY_CALL
+    if workspace.two_level:
+        size, nodes = workspace.node_size, workspace.other_nodes + 1
+        peers = [peer for peer in ranks if (peer - rank) % size == 0]
+        regions["marks_flag"].view(block)[[(peer - rank) // size % nodes - 1 for peer in peers]] = ANY_CALL

@@ -40,9 +40,9 @@ from moelink.control.failure_detector import FailureDetector
 from moelink.control.group import World, alone_of, decline, meet_again
 from moelink.control.membership import Membership, check_admitted, check_masked
 from moelink.control.recovery import LINGER_SECONDS, Surroundings, go_on, named_as_before, regroup
-from moelink.errors import ArgumentError, PeerTimeoutError, PendingError, UnsupportedError
+from moelink.errors import ArgumentError, PeerTimeoutError, PendingError
 from moelink.ops.lanes import Lanes
-from moelink.transports.build import Change, prepare_change
+from moelink.transports.build import Change, prepare_change, refuse_newcomers, refuse_nvshmem
 
 _log = logging.getLogger("moelink")
 
@@ -103,11 +103,9 @@ def _start(lanes: Lanes, what: str) -> tuple[float, FailureDetector, Surrounding
     config, detector = session.configs[0], session.detector
     if detector is None:
         raise ArgumentError("ranks", "other ranks in this communicator, which has one", "none")
-    if config.node_size < config.world_size and session.transport.name == "symmetric":
-        raise UnsupportedError(
-            f"{what}: expected ranks of one node on the symmetric transport, got nodes of {config.node_size} ranks; "
-            "use transport='collective', or recover(ranks), which makes a new communicator"
-        )
+    if what == "admit":
+        refuse_newcomers(what, config)
+    refuse_nvshmem(what, config, session.devices[0])
     for lane in lanes.contexts:
         if lane.session.fate.error is None and lane.session.has_pending:
             raise PendingError(f"{what}: expected no pending call, got one without wait(); call its wait() first")

@@ -158,12 +158,13 @@ def _change_blocks(
     if config.mode == "allreduce":
         return Change(change, lambda: None)
     memory: SymmetricMemory = transport.ranks[0].memory
-    fill = partial(fill_in_for, masked, workspace=Workspace(config))
+    fill = partial(fill_in_for, masked, rank=config.rank, workspace=Workspace(config))
     renewal = memory.renew(world.ranks, partial(gather_bytes, world, timeout=config.timeout), fill)
 
     def commit() -> None:
         transport.end_at(leaving)
-        renewal.commit()
+        with transport.ranks[0].network.without(masked):
+            renewal.commit()
         change()
         if memory.local.is_cuda:
             torch.cuda.synchronize(memory.local.device)  # the next calls may be made on another stream
@@ -206,11 +207,8 @@ def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: 
     if config.mode == "allreduce" or (world.world_size == 1 and world.members is None):
         return create_all([device], nbytes)[0]
 
-    if world.members is not None and config.node_size < config.world_size:
-        raise UnsupportedError(
-            f"spare_ranks: expected processes of one node for ranks that join on the symmetric transport, got nodes of "
-            f"{config.node_size} ranks; use transport='collective'"
-        )
+    if world.members is not None:
+        refuse_newcomers("spare_ranks", config)
 
     def exchange(record: bytes) -> list[bytes]:
         return gather_bytes(world, record, config.timeout)
@@ -223,7 +221,7 @@ def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: 
         )
         return create(
             nbytes, rank=config.rank, world_size=config.world_size, exchange=exchange, members=world.members,
-            fill=partial(fill_in_for, masked_in(world, config), workspace=Workspace(config)),
+            fill=partial(fill_in_for, masked_in(world, config), rank=config.rank, workspace=Workspace(config)),
         )  # fmt: skip
     if device.type == "cuda":
         group = world.group if world.group is not None else Members(world.rank, world.world_size, world.store, name)
@@ -234,6 +232,29 @@ def memory_of_group(config: EPConfig, nbytes: int, device: torch.device, world: 
             )  # fmt: skip
         return TorchMemory.create(nbytes, device=device, group=group, exchange=exchange)
     return PosixMemory.create(nbytes, rank=world.rank, world_size=world.world_size, exchange=exchange)
+
+
+def refuse_newcomers(what: str, config: EPConfig) -> None:
+    """Refuse ``what`` where ranks cannot come later: on the symmetric transport between nodes."""
+    if config.transport == "symmetric" and config.node_size < config.world_size:
+        raise UnsupportedError(
+            f"{what}: expected ranks of one node on the symmetric transport, between whose nodes ranks are masked but "
+            f"not admitted, got nodes of {config.node_size} ranks; use transport='collective'"
+        )
+
+
+def refuse_nvshmem(what: str, config: EPConfig, device: torch.device) -> None:
+    """Refuse ``what``, which masks ranks, on the symmetric transport between nodes of CUDA devices.
+
+    NVSHMEM allocates memory with all processes of the job, so the ranks that go on get no new blocks, and it has no way
+    to keep a stopped rank's puts out of the old ones. It also ends the job if a connection fails.
+    """
+    if config.transport == "symmetric" and config.node_size < config.world_size and device.type == "cuda":
+        raise UnsupportedError(
+            f"{what}: expected a network that goes on without some of its ranks, got NVSHMEM between nodes of "
+            f"{config.node_size} ranks, which allocates memory with all processes of the job only; use "
+            "transport='collective'"
+        )
 
 
 def check_kernels() -> None:
@@ -320,6 +341,8 @@ def choose_transport(config: EPConfig, devices: Sequence[torch.device], machines
             )
         if nodes > 1 and devices[0].type == "cuda":
             refuse_rocm(config.node_size)
+            if config.on_failure == "mask":
+                refuse_nvshmem("on_failure='mask'", config, devices[0])
         if nodes > 1 and len(devices) > 1 and devices[0].type == "cuda":
             raise UnsupportedError(
                 f"ranks_per_node: expected None for one process, whose {len(devices)} devices are in one node, got "

@@ -144,8 +144,9 @@ def beside_status(received, control, me, call, status, S: tl.constexpr):
 
 @triton.jit
 def _messages_of(heads, S: tl.constexpr):
-    """Return how many messages' rows come by ``heads``, words of combine_status [ranks]. It need not be true."""
-    return tl.minimum((heads & 0xFFFFFFFF) >> 4, S.MAX_TOKENS).to(tl.int32)
+    """Return how many messages' rows come by ``heads``, words of combine_status [ranks]. It need not be true. Of masked
+    ranks, whose words are below 0, come none."""
+    return tl.minimum((tl.maximum(heads, 0) & 0xFFFFFFFF) >> 4, S.MAX_TOKENS).to(tl.int32)
 
 
 @triton.jit

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,6 +40,11 @@ class Network:
     def load(self, compiled: Any) -> None:
         """Prepare a kernel that has been loaded onto the device. A second call for the same kernel does nothing."""
 
+    def without(self, masked: Sequence[int]) -> AbstractContextManager[None]:
+        """Return a context in which new blocks come in the place of the old ones, for all ranks but ``masked``: no put
+        of before arrives in the new ones, and none of later waits for a rank of ``masked``."""
+        return nullcontext()
+
     def close(self) -> None:
         """Finish the puts under way. Safe to call twice. Raises MoelinkError, once, if that is impossible."""
 
@@ -66,6 +73,9 @@ class ProxyNetwork(Network):
     @property
     def failure(self) -> MoelinkError | None:
         return self.proxy.failure
+
+    def without(self, masked: Sequence[int]) -> AbstractContextManager[None]:
+        return self.proxy.without(masked)
 
     def close(self) -> None:
         self._finish()

@@ -15,6 +15,12 @@ costs one more round trip per call. ``tests/nodes/test_network_faults.py`` shows
 twice *before* its signal does no harm: the bytes are the same, because a rank stages bytes anew only after every
 receiver has granted credit, for which it needs the signal. ``moelink_testing.network`` describes real networks.
 
+**Nothing crosses a change of memberships** (:meth:`NetworkProxy.without`). The proxy stops before this rank maps new
+blocks over the old ones. It then has no puts any more, neither those under way nor those in the ring, and only after
+that it goes on. So no put of before arrives in a new block. Puts to masked ranks end as they are taken: nobody waits
+for them, and on a link that is cut they do not pile up. A real network has the same by closing its connections and
+registrations of memory.
+
 A work entry is int64 words (``protocol.RING_*``): destination, source, bytes, the signal's address and value, peer,
 unused, and ticket + 1 once the entry is complete. Addresses point into the sender's own block; the destination is the
 same offset in the peer's block.
@@ -28,7 +34,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -127,6 +134,8 @@ class NetworkProxy:
         self._delay = delay
         self._links = SoundLinks() if faults is None else faults
         self.lost: list[int] = []
+        self._masked: frozenset[int] = frozenset()
+        self._halted = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -152,6 +161,21 @@ class NetworkProxy:
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
+
+    @contextmanager
+    def without(self, masked: Sequence[int]) -> Iterator[None]:
+        """Carry nothing within the context, and after it only what is put later, to ranks other than ``masked``. No
+        kernel of this rank runs meanwhile."""
+        self._halted = True
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._under_way, self.lost, self._taken, self.failure = [], [], 0, None
+        self._words[0], self._words[RING_HEADER_WORDS:] = 0, 0
+        yield
+        self._masked, self._halted = frozenset(masked), False
+        self._stop.clear()
+        self.start()
 
     def step(self) -> bool:
         """Deliver one piece of a put's data, or one signal. False when nothing is due."""
@@ -211,7 +235,7 @@ class NetworkProxy:
         self._carry(until=self._has_nothing)
 
     def _has_nothing(self) -> bool:
-        return not self._blocks or not self.step()
+        return self._halted or not self._blocks or not self.step()
 
     def _carry(self, *, until: Callable[[], bool]) -> None:
         """Call ``until`` until it is true. An exception is kept in ``failure``, and then nothing is called any more."""
@@ -234,6 +258,8 @@ class NetworkProxy:
             self._taken += 1
             if not 0 <= peer < len(self._blocks):
                 raise ValueError(f"expected a put to a peer in [0, {len(self._blocks)}), got {peer}")
+            if peer in self._masked:
+                continue
             now = self._now()
             due = now + self._hold()
             target, signal = self._offset(to, nbytes), self._offset(word, 8)
