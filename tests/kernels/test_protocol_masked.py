@@ -50,6 +50,13 @@ FORMS = {
     "nodes_rank": of_nodes(1, 3, 1, layout="rank"),
     "nodes_whole": of_nodes(2, 4, 2, 3),
     "nodes_two": of_nodes(2, 6, 1, 2),
+    "levels": of_nodes(2, 4, 2, two_level=True),
+    "levels_rank": of_nodes(2, 4, 1, two_level=True, layout="rank"),
+    "levels_whole": of_nodes(2, 4, 2, 3, two_level=True),
+    "levels_apart": of_nodes(2, 4, 1, 2, two_level=True),
+    "levels_three": of_nodes(3, 6, 0, 4, two_level=True),
+    "levels_many": of_nodes(2, 6, 1, 2, two_level=True),
+    "levels_format": of_nodes(2, 4, 3, two_level=True, combine_format="mxfp8", hidden_size=32),
 }
 """With four ranks of one node a planner waits for counts, and the others for headers."""
 

@@ -86,9 +86,11 @@ MOST_THREADS = 512
 """Most threads of a CTA of any launch: 8 warps, which have 64 threads on AMD."""
 
 RING_HEADER_WORDS, RING_ENTRY_WORDS = 8, 8
-"""int64 words of a network proxy's ring before its entries: tickets given, number of entries, (unused); and of one
+"""int64 words of a network proxy's ring before its entries: tickets given, number of entries, and at RING_STAGED the
+address of memory outside the blocks from which rows are put that no relay takes (``kernels.nodes.past``); and of one
 entry: destination address, source address, bytes, the signal's address and value, peer, (unused), ticket + 1 once the
 entry is complete."""
+RING_STAGED = 2
 
 MARKS_HEADER = 16
 """Bytes before the marks of a rank's tokens: their number, int32, and padding (``kernels.nodes.relay``)."""

@@ -206,9 +206,9 @@ class Workspace:
         """Most puts of one rank that may be under way at a time: those of one dispatch and of one combine, the credits
         of both, and the error record of an expired wait."""
         tokens, few = max(1, self.config.max_tokens_per_rank), 8 * self.inter_node_ranks
-        if self.two_level:
-            return 2 * self.other_nodes * tokens + few
         rows = self.inter_node_ranks * tokens
+        if self.two_level:  # without masked ranks 2 * self.other_nodes * tokens
+            return 2 * rows + few
         return 2 * rows + self.regions["staged_rows"].nbytes // self.row_bytes + few
 
     @property

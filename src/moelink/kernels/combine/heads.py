@@ -15,6 +15,7 @@ import triton.language as tl
 from moelink.kernels.combine.arrivals import wait_for_all_arrivals
 from moelink.kernels.nodes.internode import between_nodes, intra_node_only, own_word_at
 from moelink.kernels.nodes.levels import in_one_level, in_two_levels
+from moelink.kernels.nodes.past import raise_flags_past
 from moelink.kernels.nodes.put_rows import put_heads, put_none_kept, raise_flags_at_stop
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.lamport_slots import clear_rows, follows_refusal, has_no_flags, note_refused, stand_in
@@ -70,6 +71,7 @@ def raise_all_flags(ctx, S: tl.constexpr):
             )
             in_two_levels(raise_flags_at_stop, (ctx, d, c0 + i), S)
         in_one_level(put_none_kept, (ctx, d), S)
+        in_two_levels(raise_flags_past, (ctx, d), S)
 
 
 @triton.jit

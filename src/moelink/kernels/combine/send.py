@@ -29,7 +29,8 @@ from moelink.kernels.combine.present_rows import send_present_rows
 from moelink.kernels.combine.row_format import store_columns
 from moelink.kernels.combine.single_rows import send_rows_one_by_one
 from moelink.kernels.nodes.internode import direct_or_staged, intra_node_only
-from moelink.kernels.nodes.levels import first_stop, in_one_level, place_at_stop
+from moelink.kernels.nodes.levels import first_stop, in_one_level, in_two_levels, place_at_stop
+from moelink.kernels.nodes.past import put_row_past, staged_past
 from moelink.kernels.nodes.put_rows import put_kept, put_row
 from moelink.kernels.numeric import only
 from moelink.kernels.records import Message, Share
@@ -108,6 +109,7 @@ def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, sl
     """
     mine = own_block(ctx.control, S)
     place = place_at_stop(peer, ctx.me, S)
+    last = peer
     peer = first_stop(peer, ctx.me, S)
     slot = message.slot
     token = message.token
@@ -121,6 +123,7 @@ def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, sl
             address, mine, peer, ctx.me, S.OFFSET_STAGED_ROWS, S.MAX_TOKENS, slot, S.ROW_BYTES, S
         )
         address, flip, valid = place_of_sum(home, address, token, valid, small, ctx.me, S)
+        address = staged_past(address, ctx, last, token, S)
         to = tl.multiple_of(address.to(S.ROW_POINTER), 16)
         if S.PARTS_PER_ROW == 1:
             send_columns(to, flip, 0, valid, y, y_rows, inputs.row_weights, rows, S)
@@ -129,6 +132,7 @@ def send_message_back(ctx, home, peer, message, share, small, inputs, y_rows, sl
                 send_columns(to, flip, part, valid, y, y_rows, inputs.row_weights, rows, S)
         word = mine + S.OFFSET_COMBINE_FLAG + tl.cast(ctx.me * S.MAX_TOKENS + slot, tl.int64) * 8
         in_one_level(put_row, (ctx, mine, address, ctx.me * S.MAX_TOKENS + token, word, peer, valid), S)
+        in_two_levels(put_row_past, (ctx, address, last, token, slot, valid), S)
     else:
         moved *= send_rows_one_by_one(ctx, home, peer, message, share, inputs, y_rows, slot_begin, S)
     return moved
@@ -165,6 +169,7 @@ def send_rows_home(ctx, inputs, notes, home, lane, lanes, numbers, S: tl.constex
                 stamp_first(ctx, FIRST_STORE, S)
             else:
                 in_one_level(put_kept, (ctx, mine, tl.zeros([S.TOPK_POW2], tl.int32), home, slot, True), S)
+                in_two_levels(put_row_past, (ctx, block, home, 0, slot, False), S)
             if small == 0:
                 publish(
                     flags + slot + p,

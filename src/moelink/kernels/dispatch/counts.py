@@ -105,7 +105,7 @@ def send_counts(ctx, ids, sent, numbers, alone, movers, credits, S: tl.constexpr
         if not alone:
             programs += movers
             most = send_firsts(ctx.table, mine, ctx.me, movers, S)
-        away = tl.sum(tl.where(stores_at(r, ctx.me, S), messages, 0), 0).to(tl.int64)
+        away = tl.sum(tl.where(stores_at(ctx.control, r, ctx.me, S), messages, 0), 0).to(tl.int64)
         tl.atomic_add(ctx.control + _BYTES, away * S.MESSAGE_BYTES, sem="relaxed", scope="gpu")
         # A reader of the counts must also see ``firsts``. Without ``firsts`` no wait is needed.
         if not alone:

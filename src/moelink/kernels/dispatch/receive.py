@@ -152,7 +152,7 @@ def unpack_messages(by, ctx, source, share, place, outputs, notes, numbers, S: t
                 ok, got = wait_any(flags, there, ctx.call, poison, ctx.limit, S.CLOCK)
                 reached = tl.max(got, 0)
                 ready = there & (got >= ctx.call)
-            report_failure(ok, ctx, forwarder_of(source.rank, ctx.me, S), _PHASE, ctx.call, reached, S)
+            report_failure(ok, ctx, forwarder_of(ctx.control, source.rank, ctx.me, S), _PHASE, ctx.call, reached, S)
             if source.is_last & (tl.max(last - at - ready.to(tl.int32), 0) <= 0):
                 allow_next_launch(S)
             if ok > 0:

@@ -149,7 +149,7 @@ def publish_messages(ctx, base, mine, batch, S: tl.constexpr):
     publish(flags, mask, tl.zeros(batch.slot.shape, tl.int64) + ctx.call)
     stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
     in_one_level(put_messages, (ctx, mine, batch.own, batch.slot), S)
-    in_two_levels(put_relays, (ctx, mine, batch.own, batch.token), S)
+    in_two_levels(put_relays, (ctx, mine, batch.own, batch.slot, batch.token), S)
 
 
 @triton.jit

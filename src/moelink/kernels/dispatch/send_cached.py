@@ -76,7 +76,7 @@ def send_heads(ctx, sent, numbers, credits, S: tl.constexpr):
         )
         stamp_both(ctx, PUBLISHED, LAST_PUBLISHED, S)
         between_nodes(put_counts, (ctx, mine, True, 0), S)
-        away = tl.sum(tl.where(stores_at(r, ctx.me, S), messages, 0), 0).to(tl.int64)
+        away = tl.sum(tl.where(stores_at(ctx.control, r, ctx.me, S), messages, 0), 0).to(tl.int64)
         tl.atomic_add(ctx.control + _BYTES, away * S.MESSAGE_BYTES, sem="relaxed", scope="gpu")
     return ok
 

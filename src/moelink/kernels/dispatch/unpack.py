@@ -13,6 +13,7 @@ pair of position 0 goes to row 3, that of position 1 would go to row 4, which is
 import triton
 import triton.language as tl
 
+from moelink.kernels.nodes.past import own_ids
 from moelink.kernels.numeric import only
 from moelink.kernels.records import Arrived, Header, Placed
 from moelink.kernels.scale_tiles import place_in_tiles, word_in_tiles
@@ -128,7 +129,7 @@ def _load_words(mine, at, block, S: tl.constexpr):
 
 
 @triton.jit
-def load_headers(message, valid, S: tl.constexpr):
+def load_headers(message, valid, numbers, S: tl.constexpr):
     """Load the headers of the messages at addresses ``message`` [n] that are ``valid``.
 
     Values that do not travel are undefined.
@@ -140,7 +141,7 @@ def load_headers(message, valid, S: tl.constexpr):
     position = local
     w = local
     if S.TELLS_IDS:
-        local = tl.load((message + S.MESSAGE_IDS).to(I32)[:, None] + q[None, :], mask=mask)
+        local = own_ids(tl.load((message + S.MESSAGE_IDS).to(I32)[:, None] + q[None, :], mask=mask), numbers, S)
     if S.TELLS_POSITIONS:
         position = tl.load((message + S.MESSAGE_POSITIONS).to(I32)[:, None] + q[None, :], mask=mask)
     if S.HAS_WEIGHTS:  # the weight of the fused shared expert's row is 1
@@ -365,12 +366,12 @@ def unpack_group(by, ok, ctx, came, place, outputs, notes, numbers, S: tl.conste
     mine = own_block(ctx.control, S)
     message = mine + S.OFFSET_MESSAGES + came.at.to(tl.int64) * S.MESSAGE_BYTES
     if S.IN_PLACE:
-        header = load_headers(message, came.valid, S)
+        header = load_headers(message, came.valid, numbers, S)
         unpack_headers(by.place_of, ctx, came, header, place, outputs, notes, numbers, S)
     else:
         number = tl.where(came.valid, came.at, -1)
         words, scales = load_first(number, mine, S)
-        header = load_headers(message, came.valid, S)
+        header = load_headers(message, came.valid, numbers, S)
         ok, place, valid = by.await_place(ok, ctx, place, came.valid, S)
         came = Arrived(came.source, came.at, valid)
         placed = unpack_headers(by.place_of, ctx, came, header, place, outputs, notes, numbers, S)

@@ -48,13 +48,13 @@ _SCALE_LAYOUTS = {"row_major": 0, "transposed": 1, "tiles_128x4": 2}
 NO_SCALES, ROW_MAJOR, TRANSPOSED, TILES = -1, 0, 1, 2
 COPY, CONVERT, ENCODE = 0, 1, 2
 
-_COMMON_REGIONS = ("poison", "poisons", "control", "credit", "sm_limit", "idle")
+_COMMON_REGIONS = ("poison", "poisons", "control", "credit", "sm_limit", "idle", "combine_status")
 _DISPATCH_REGIONS = (
     "row_table", "block_counts_flag", "block_counts", "message_flag", "counts", "firsts", "messages", "counts_flag",
     "firsts_flag", "staged_counts", "staged_firsts", "staged_messages",
 )  # fmt: skip
 _COMBINE_REGIONS = (
-    "combine_head", "combine_flag", "combine_status", "combine_kept", "rows", "lamport_slots", "row_flag",
+    "combine_head", "combine_flag", "combine_kept", "rows", "lamport_slots", "row_flag",
     "inter_node_kept", "staged_status", "staged_kept", "staged_rows", "node_flag", "node_rows",
 )  # fmt: skip
 

@@ -35,11 +35,10 @@ Example: 4 ranks, S.NODE_SIZE 2, token 5 of rank 0 went to ranks 2 and 3 and to 
 import triton
 import triton.language as tl
 
-from moelink.kernels.combine.row_format import row_columns, store_columns
 from moelink.kernels.combine.send import send_tokens_back
 from moelink.kernels.nodes.internode import is_intra_node, put, tell
-from moelink.kernels.nodes.levels import lanes_of, number_there, peer_of, relaying_context
-from moelink.kernels.numeric import round_to
+from moelink.kernels.nodes.level_rows import sum_node
+from moelink.kernels.nodes.levels import is_masked, lanes_of, number_there, peer_of, relaying_context
 from moelink.kernels.sync.credit import poll_once, wait_for_credits
 from moelink.kernels.sync.quiesce import other_dispatches
 from moelink.kernels.sync.signals import (
@@ -75,31 +74,12 @@ def meet_node(ctx, received, S: tl.constexpr):
         mismatched = near & ((heads & 1) == 0) & other_dispatches(heads, received, S)
         for rank in range(S.WORLD_SIZE):
             is_mismatched = tl.max((mismatched & (r % S.NODE_SIZE == rank % S.NODE_SIZE)).to(tl.int32), 0) > 0
-            if is_mismatched & (is_intra_node(rank, ctx.me, S) == 0):
+            home = rank // S.NODE_SIZE * S.NODE_SIZE + ctx.me % S.NODE_SIZE
+            if is_mismatched & (is_intra_node(rank, ctx.me, S) == 0) & (is_masked(ctx.control, home, S) == 0):
                 for c0 in range(0, S.MAX_TOKENS, _FLAGS):
                     flags = (mine + S.OFFSET_COMBINE_FLAG).to(I64) + rank * S.MAX_TOKENS + c0 + i
                     publish(flags, c0 + i < S.MAX_TOKENS, ctx.call + i * 0)
     return ok
-
-
-@triton.jit
-def _sum_node(mine, staged, slots, node, token, S: tl.constexpr):
-    """Store at ``staged`` the sum of the rows of ``token`` of a rank of ``node``, of the ranks of this node whose
-    ``slots`` [node ranks] are not -1."""
-    j = tl.arange(0, S.NODE_SIZE_POW2)
-    to = tl.multiple_of(staged.to(S.ROW_POINTER), 16)
-    for c0 in tl.static_range(0, S.HIDDEN_SIZE, S.BLOCK_SIZE):
-        c = c0 + tl.arange(0, S.BLOCK_SIZE)
-        total = tl.zeros([S.BLOCK_SIZE], S.SUM_DTYPE)
-        for rank in tl.static_range(S.NODE_SIZE):
-            sent = tl.max(tl.where(j == rank, slots, -1), 0) >= 0
-            place = tl.cast((node * S.NODE_SIZE + rank) * S.MAX_TOKENS + token, tl.int64)
-            source = tl.multiple_of((mine + S.OFFSET_ROWS + place * S.ROW_BYTES).to(S.ROW_POINTER), 16)
-            total += row_columns(source, c0, sent, S)
-        if S.ENCODE_FN is not None:
-            store_columns(to, c0, total, staged != 0, S)
-        else:
-            tl.store(to + c, round_to(total, S.ROW_DTYPE, S.NATIVE_CASTS), mask=c < S.HIDDEN_SIZE)
 
 
 @triton.jit
@@ -129,7 +109,7 @@ def collect_for(ctx, number, lane, lanes, notes, S: tl.constexpr):
                 if ok > 0:
                     staged = mine + S.OFFSET_STAGED_ROWS
                     staged += tl.cast(number * S.MAX_TOKENS + token, tl.int64) * S.ROW_BYTES
-                    _sum_node(mine, staged, slots, node, token, S)
+                    sum_node(mine, staged, slots, node, token, S)
                     fence(ctx.control)
                     at = tl.cast(number_there(home, ctx.me, S) * S.MAX_TOKENS + token, tl.int64)
                     to, word = mine + S.OFFSET_NODE_ROWS + at * S.ROW_BYTES, mine + S.OFFSET_NODE_FLAG + at * 8

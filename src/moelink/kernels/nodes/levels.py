@@ -34,6 +34,8 @@ collector. Forwarders and collectors give up after seven eighths of the limit (:
 waits for one of them learns the true cause before its own limit is over. If it began to wait more than an eighth of the
 limit before them, it blames them, because they were late.
 
+A masked rank relays nothing (``kernels.nodes.past``).
+
 Example: 6 ranks, S.NODE_SIZE 2. Rank 2 is on node 1; nodes 2 and 0 are its nodes 0 and 1, and its peers there are ranks
 4 and 0. A token of rank 2 that names experts of ranks 3, 4 and 5 is stored at rank 3 by rank 2 itself, and put once, at
 rank 4, which stores it in its own block and at rank 5. Rows for it: rank 5 stores its row in rank 4's block, as the row
@@ -46,9 +48,10 @@ import triton.language as tl
 from moelink.kernels.nodes.internode import between_nodes, is_intra_node
 from moelink.kernels.records import CallContext
 from moelink.kernels.sync.signals import I64, calls_made, own_block, report_failure, wait_all
-from moelink.memory.protocol import CALL_SHIFT
+from moelink.memory.protocol import CALL_SHIFT, SOME_MASKED
 
 _SHIFT = tl.constexpr(CALL_SHIFT)
+_SOME_MASKED = tl.constexpr(SOME_MASKED)
 
 
 @triton.jit
@@ -90,11 +93,30 @@ def is_peer(rank, me, S: tl.constexpr):
 
 
 @triton.jit
-def stores_at(rank, me, S: tl.constexpr):
+def is_masked(control, rank, S: tl.constexpr):
+    """Return whether ``rank``, a number or a block of them, is masked (``memory.absence``), where calls with two levels
+    can go on without it: over the simulated network. Else false, which costs nothing."""
+    if S.TWO_LEVEL and S.NETWORK == "ring":
+        asked = (rank >= 0) & (rank < S.WORLD_SIZE) & (tl.load(control + _SOME_MASKED) != 0)
+        return tl.load((own_block(control, S) + S.OFFSET_COMBINE_STATUS).to(I64) + rank, mask=asked, other=0) < 0
+    else:
+        return rank * 0 != 0
+
+
+@triton.jit
+def lacks_relay(control, home, other, S: tl.constexpr):
+    """Return whether nobody relays between ``home`` and ``other``, ranks of two nodes, because the peer of ``home`` on
+    the node of ``other`` is masked. Either may be a block."""
+    relay = other // S.NODE_SIZE * S.NODE_SIZE + home % S.NODE_SIZE
+    return is_masked(control, relay, S) & (home // S.NODE_SIZE != other // S.NODE_SIZE)
+
+
+@triton.jit
+def stores_at(control, rank, me, S: tl.constexpr):
     """Return whether what this rank sends to ``rank`` is a message of its own: to any other rank, with two levels to
-    those of its node."""
+    those of its node and to those that no relay reaches."""
     if S.TWO_LEVEL:
-        return (rank != me) & is_intra_node(rank, me, S)
+        return (rank != me) & (is_intra_node(rank, me, S) | lacks_relay(control, me, rank, S))
     else:
         return rank != me
 
@@ -130,12 +152,13 @@ def place_at_stop(home, me, S: tl.constexpr):
 
 
 @triton.jit
-def forwarder_of(source, me, S: tl.constexpr):
+def forwarder_of(control, source, me, S: tl.constexpr):
     """Return the rank that stores what rank ``source`` sends here: ``source``, or the forwarder on this rank's node, be
     it this rank: where its forwarder lives, that has given up before."""
     if S.TWO_LEVEL:
         forwarder = me // S.NODE_SIZE * S.NODE_SIZE + source % S.NODE_SIZE
-        return tl.where(is_intra_node(source, me, S), source, forwarder)
+        itself = is_intra_node(source, me, S) | lacks_relay(control, source, me, S)
+        return tl.where(itself, source, forwarder)
     else:
         return source
 

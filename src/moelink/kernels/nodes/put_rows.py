@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.nodes.internode import is_intra_node, put, staged_at
-from moelink.kernels.nodes.levels import place_at_stop
+from moelink.kernels.nodes.levels import is_masked, place_at_stop
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.signals import I64, U8, fence, own_block, publish
 
@@ -76,6 +76,6 @@ def raise_flags_at_stop(ctx, rank, i, S: tl.constexpr):
     block = tl.load(ctx.table + rank)
     near = is_intra_node(rank, ctx.me, S) != 0
     for node in range(S.NODES):
-        place = place_at_stop(node * S.NODE_SIZE, ctx.me, S)
-        flags = (block + S.OFFSET_COMBINE_FLAG).to(I64) + place * S.MAX_TOKENS + i
-        publish(flags, only(near, i < S.MAX_TOKENS), ctx.call + i * 0)
+        home = node * S.NODE_SIZE + rank % S.NODE_SIZE
+        flags = (block + S.OFFSET_COMBINE_FLAG).to(I64) + place_at_stop(home, ctx.me, S) * S.MAX_TOKENS + i
+        publish(flags, only(near & (is_masked(ctx.control, home, S) == 0), i < S.MAX_TOKENS), ctx.call + i * 0)

@@ -3,7 +3,7 @@
 A row is stored once in this rank's staging region for relays, at its token's number, whatever nodes it goes to. It is
 encoded once, and stored from registers together with the messages to ranks of this node: the relay's place stands in
 one column of ``places`` (``levels.column_of``). Behind the message a relay has the token's expert ids and its slots at
-all ranks, by which the forwarder knows where the message goes. Its own ids are undefined.
+all ranks, by which the forwarder knows where the message goes. Its own ids are for ``kernels.nodes.past``, or undefined.
 
 Then one put for each node that the token goes to carries the relay to the slot of the *token* at the peer there. So no
 relay has to be counted. Which tokens come is told by *marks*, a byte for each token, one put for each node: the CTA
@@ -21,7 +21,8 @@ import triton.language as tl
 
 from moelink.kernels.dispatch.route import experts_at, owner_of
 from moelink.kernels.nodes.internode import direct_or_staged, is_intra_node, put
-from moelink.kernels.nodes.levels import number_there, peer_of
+from moelink.kernels.nodes.levels import is_masked, number_there, peer_of
+from moelink.kernels.nodes.past import ids_for_all, put_messages_past
 from moelink.kernels.sync.signals import I32, U8, fence
 from moelink.memory.protocol import DISPATCH_BYTES, MARKS_HEADER
 
@@ -74,34 +75,44 @@ def store_relay_headers(ctx, mine, batch, S: tl.constexpr):
     leaves = tl.max(_leaves(batch.own, ctx.me, S).to(tl.int32), 1)[:, None] > 0
     at = staged_relay(mine, batch.token, S)
     slots = (at + S.RELAY_SLOTS).to(I32)[:, None] + r
-    tl.store(slots, tl.where(batch.own, batch.slot, -1), mask=leaves & (r < S.WORLD_SIZE))
+    there = batch.own & (is_masked(ctx.control, r, S) == 0)
+    tl.store(slots, tl.where(there, batch.slot, -1), mask=leaves & (r < S.WORLD_SIZE))
     if S.TELLS_IDS:
-        tl.store((at + S.RELAY_EXPERTS).to(I32)[:, None] + k, batch.expert, mask=leaves & (k < S.TOPK))
+        named = leaves & (k < S.TOPK)
+        tl.store((at + S.RELAY_EXPERTS).to(I32)[:, None] + k, batch.expert, mask=named)
+        if S.NETWORK == "ring":
+            tl.store((at + S.MESSAGE_IDS).to(I32)[:, None] + k, ids_for_all(batch.expert), mask=named)
 
 
 @triton.jit
-def put_relays(ctx, mine, own, token, S: tl.constexpr):
-    """Put the relays of tokens ``token`` [N], stored already, at the peers on all nodes of ``own`` [N, ranks]."""
+def put_relay(ctx, mine, t, peer, S: tl.constexpr):
+    """Put the relay of token ``t`` at ``peer``."""
+    at = tl.cast(number_there(peer, ctx.me, S) * S.MAX_TOKENS + t, tl.int64)
+    to, word = mine + S.OFFSET_RELAYS + at * S.RELAY_BYTES, mine + S.OFFSET_RELAY_FLAG + at * 8
+    put(ctx.table, to, staged_relay(mine, t, S), S.RELAY_BYTES, word, ctx.call, peer, S)
+
+
+@triton.jit
+def put_relays(ctx, mine, own, slot, token, S: tl.constexpr):
+    """Put the relays of tokens ``token`` [N], stored already, at the peers on all nodes of ``own`` [N, ranks]; past a
+    masked peer the messages, in ``slot`` [N, ranks]."""
     fence(ctx.control)
     i = tl.arange(0, token.shape[0])
     r = tl.arange(0, S.WORLD_SIZE_POW2)[None, :]
+    own = own & (is_masked(ctx.control, r, S) == 0)
     for step in range(token.shape[0] * (S.NODES - 1)):
         peer = peer_of(step % (S.NODES - 1), ctx.me, S)
         here = i == step // (S.NODES - 1)
         there = own & here[:, None] & (r // S.NODE_SIZE == peer // S.NODE_SIZE)
         if tl.max(tl.max(there.to(tl.int32), 1), 0) > 0:
             t = tl.sum(tl.where(here, token, 0), 0)
-            at = tl.cast(number_there(peer, ctx.me, S) * S.MAX_TOKENS + t, tl.int64)
-            put(
-                ctx.table,
-                mine + S.OFFSET_RELAYS + at * S.RELAY_BYTES,
-                staged_relay(mine, t, S),
-                S.RELAY_BYTES,
-                mine + S.OFFSET_RELAY_FLAG + at * 8,
-                ctx.call,
-                peer,
-                S,
-            )
+            if S.NETWORK == "ring":
+                if is_masked(ctx.control, peer, S):
+                    put_messages_past(ctx, mine, staged_relay(mine, t, S), there, slot, peer, S)
+                else:
+                    put_relay(ctx, mine, t, peer, S)
+            else:
+                put_relay(ctx, mine, t, peer, S)
 
 
 @triton.jit
@@ -143,9 +154,11 @@ def send_marks(ctx, mine, ids, numbers, S: tl.constexpr):
         inside = (token < numbers.num_tokens)[:, None] & (k < S.TOPK)
         expert = experts_at(ids, token[:, None] * S.TOPK + k, inside, S)
         owner = owner_of(expert, numbers.first_expert, numbers.num_local_experts, S)
+        there = (owner >= 0) & (is_masked(ctx.control, owner, S) == 0)
         for number in range(S.NODES - 1):
-            node = peer_of(number, ctx.me, S) // S.NODE_SIZE
-            goes = tl.max(((owner >= 0) & (owner // S.NODE_SIZE == node)).to(tl.int32), 1) > 0
+            peer = peer_of(number, ctx.me, S)
+            relayed = there & (is_masked(ctx.control, peer, S) == 0)
+            goes = tl.max((relayed & (owner // S.NODE_SIZE == peer // S.NODE_SIZE)).to(tl.int32), 1) > 0
             relays += _store_marks(mine, number, token, goes, numbers.num_tokens, S)
     _put_marks(ctx, mine, numbers.num_tokens, relays, S)
 
@@ -160,9 +173,10 @@ def send_noted_marks(ctx, mine, slot_of, num_tokens, S: tl.constexpr):
         token = t0 + i
         mask = (token < num_tokens)[:, None] & (r < S.WORLD_SIZE)
         slot = tl.load(slot_of + token[:, None] * S.WORLD_SIZE + r, mask=mask, other=-1)
-        own = (slot >= 0) & (slot < S.MAX_TOKENS)
+        there = (slot >= 0) & (slot < S.MAX_TOKENS) & (is_masked(ctx.control, r, S) == 0)
         for number in range(S.NODES - 1):
-            node = peer_of(number, ctx.me, S) // S.NODE_SIZE
-            goes = tl.max((own & (r // S.NODE_SIZE == node)).to(tl.int32), 1) > 0
+            peer = peer_of(number, ctx.me, S)
+            relayed = there & (is_masked(ctx.control, peer, S) == 0)
+            goes = tl.max((relayed & (r // S.NODE_SIZE == peer // S.NODE_SIZE)).to(tl.int32), 1) > 0
             relays += _store_marks(mine, number, token, goes, num_tokens, S)
     _put_marks(ctx, mine, num_tokens, relays, S)

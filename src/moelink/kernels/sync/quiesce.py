@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from moelink.kernels.nodes.internode import intra_node_only, is_intra_node
-from moelink.kernels.nodes.levels import forwarder_of, in_one_level, is_peer, node_number, peer_of
+from moelink.kernels.nodes.levels import forwarder_of, in_one_level, is_peer, lacks_relay, node_number, peer_of
 from moelink.kernels.numeric import only
 from moelink.kernels.sync.lamport_slots import has_no_flags, is_small, stand_in
 from moelink.kernels.sync.signals import (
@@ -96,7 +96,8 @@ def _wait_for_flags(ctx, offset, counts, phase, parts: tl.constexpr, S: tl.const
                 flags = (mine + offset).to(I64) + source * S.MAX_TOKENS * parts + t0 + i
                 poison = (mine + S.OFFSET_POISON).to(I64)
                 ok, _, got = wait_all(flags, t0 + i < count, ctx.call, poison, ctx.limit, S.CLOCK)
-                report_failure(ok, ctx, forwarder_of(source, ctx.me, S), phase, ctx.call, got, S)
+                late = tl.where(phase == _DISPATCH, forwarder_of(ctx.control, source, ctx.me, S), source)
+                report_failure(ok, ctx, late, phase, ctx.call, got, S)
     return ok
 
 
@@ -123,15 +124,16 @@ def beside_status(received, control, me, call, status, S: tl.constexpr):
     The upper half is the number of the dispatch whose rows go home, for :func:`odd_dispatch`. Of the lower half bit 3
     says whether the rows go without flags, and the bits above it are how many messages' rows go there (of a rank that
     refuses: flags that it raises), for :func:`end_waits_for_mismatched` and :func:`quiesce_combine`. With two levels a
-    peer on another node is told how many rows of this node come.
+    peer on another node is told how many rows of this node come, and ranks of other nodes those that go past a masked
+    relay.
     """
     r = tl.arange(0, S.WORLD_SIZE_POW2)
     mask = r < S.WORLD_SIZE
     if S.TWO_LEVEL:
-        # To a peer, how many rows of this node come; to other ranks of other nodes go none.
+        # To a peer, how many rows of this node come; to other ranks of other nodes none, but past a masked relay.
         peer = is_peer(r, me, S)
         word = tl.where(peer, 2 * (S.WORLD_SIZE + 1) + node_number(r // S.NODE_SIZE, me, S), 2 * r)
-        rows_come = peer | is_intra_node(r, me, S)
+        rows_come = peer | is_intra_node(r, me, S) | lacks_relay(control, r, me, S)
         messages = tl.load(received + word, mask=only(status == 0, mask), other=0)
         messages = tl.where(rows_come, tl.where(status == 0, messages, S.MAX_TOKENS), 0)
     else:
@@ -237,7 +239,7 @@ def end_waits_for_mismatched(ctx, mismatched, heads, slot_of, num_tokens, S: tl.
     i = tl.arange(0, _AT_ONCE)
     if S.TWO_LEVEL:  # whose rows come through a collector; :func:`quiesce_combine` has waited for those
         _raise_node_flags(ctx, mine, mismatched, S)
-        mismatched = mismatched & is_intra_node(r, ctx.me, S)
+        mismatched = mismatched & (is_intra_node(r, ctx.me, S) | lacks_relay(ctx.control, ctx.me, r, S))
     messages = tl.where(mismatched & ((heads & 8) == 0), _messages_of(heads, S), 0)
     ok = _wait_for_flags(ctx, S.OFFSET_COMBINE_FLAG, messages * S.PARTS_PER_ROW, _COMBINE, S.PARTS_PER_ROW, S)
     if ok > 0:
@@ -325,7 +327,7 @@ def _wait_for_what_heads_say(ctx, S: tl.constexpr):
         status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=mask, other=0)
         messages = _messages_of(status, S)
         if S.TWO_LEVEL:
-            messages = tl.where(is_intra_node(r, ctx.me, S), messages, 0)
+            messages = tl.where(is_intra_node(r, ctx.me, S) | lacks_relay(ctx.control, ctx.me, r, S), messages, 0)
         ok = _wait_for_flags(ctx, S.OFFSET_COMBINE_FLAG, messages, _COMBINE, 1, S)
         if S.TWO_LEVEL:
             if ok > 0:

@@ -66,7 +66,10 @@ class ProxyNetwork(Network):
         self.proxy = NetworkProxy(memory, max_puts=workspace.max_puts, seed=rank)
         ring = torch.tensor([self.proxy.ring.data_ptr()], device="cpu")
         super().__init__(torch.cat([intra_node_pointers(memory, workspace, rank), ring]))
-        self.tensors = (self.proxy.ring,)
+        tokens = max(1, workspace.config.max_tokens_per_rank) if workspace.two_level else 0
+        staged = torch.zeros(workspace.inter_node_ranks, tokens, workspace.row_bytes, dtype=torch.uint8, device="cpu")
+        self.proxy.carry_from(staged)
+        self.tensors = (self.proxy.ring, staged)
         self.proxy.start()
         self._finish = weakref.finalize(self, self.proxy.close)
 

@@ -22,8 +22,8 @@ for them, and on a link that is cut they do not pile up. A real network has the 
 registrations of memory.
 
 A work entry is int64 words (``protocol.RING_*``): destination, source, bytes, the signal's address and value, peer,
-unused, and ticket + 1 once the entry is complete. Addresses point into the sender's own block; the destination is the
-same offset in the peer's block.
+unused, and ticket + 1 once the entry is complete. Addresses point into the sender's own block, the source also into
+memory of :meth:`NetworkProxy.carry_from`; the destination is the same offset in the peer's block.
 
 Example: entry (own 0x1040, 0x1800, 32, own 0x1008, 7, peer 3, -, 1) of a rank whose block begins at 0x1000: 32 bytes go
 to byte 0x40 of rank 3's block, in pieces, and then its word at byte 8 becomes 7.
@@ -37,13 +37,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from moelink.errors import MoelinkError
 from moelink.memory.blocks import SymmetricMemory
-from moelink.memory.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
+from moelink.memory.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS, RING_STAGED
 
 _IDLE_SECONDS = 2e-4
 
@@ -77,15 +78,15 @@ class SoundLinks(LinkFaults):
     """Links without faults."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Put:
-    """A put under way: ``pieces`` (offset, bytes) of its data that have not arrived, the next one last. ``target`` and
-    ``source`` are byte offsets in the blocks of ``peer`` and of this rank, ``word`` the index of the signal's int64
+    """A put under way: ``pieces`` (offset, bytes) of its data that have not arrived, the next one last. ``target`` is a
+    byte offset in the block of ``peer``, ``source`` the bytes of this rank, ``word`` the index of the signal's int64
     word in the block of ``peer``. The put is lost once ``lost_at`` pieces or fewer are left; None: it arrives."""
 
     peer: int
     target: int
-    source: int
+    source: Any
     pieces: list[tuple[int, int]]
     word: int
     value: int
@@ -128,6 +129,7 @@ class NetworkProxy:
         self.ring = torch.zeros(RING_HEADER_WORDS + self._entries * RING_ENTRY_WORDS, dtype=torch.int64, device="cpu")
         self.ring[1] = self._entries
         self._words = self.ring.numpy()
+        self._outside, self._outside_begin = self._words[:0], 0
         self._taken = 0
         self._under_way: list[_Put] = []
         self._random = random.Random(seed)
@@ -138,6 +140,11 @@ class NetworkProxy:
         self._halted = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def carry_from(self, memory: Tensor) -> None:
+        """Let kernels put from ``memory`` of the CPU outside the block, whose address they find in the ring."""
+        self._outside, self._outside_begin = memory.view(-1).numpy(), memory.data_ptr()
+        self.ring[RING_STAGED] = memory.data_ptr()
 
     def start(self) -> None:
         """Start carrying puts on a thread."""
@@ -157,7 +164,7 @@ class NetworkProxy:
             self._thread.join()
             self._thread = None
         self._carry(until=self._has_nothing)
-        self._blocks = []  # a view of a block would keep it mapped
+        self._blocks, self._under_way = [], []  # a view of a block would keep it mapped
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
@@ -209,8 +216,7 @@ class NetworkProxy:
             self._under_way.remove(put)
         elif put.pieces:
             at, nbytes = put.pieces.pop()
-            data = self._blocks[self._rank][put.source + at : put.source + at + nbytes]
-            self._blocks[put.peer][put.target + at : put.target + at + nbytes] = data
+            self._blocks[put.peer][put.target + at : put.target + at + nbytes] = put.source[at : at + nbytes]
             again = self._links.repeat(put.peer, len(put.pieces))
             if again is not None:
                 put.pieces.insert(again, (at, nbytes))
@@ -265,7 +271,7 @@ class NetworkProxy:
             target, signal = self._offset(to, nbytes), self._offset(word, 8)
             pieces = self._cut(nbytes)
             late, lost_at = self._links.take(peer, len(pieces), now)
-            put = _Put(peer, target, self._offset(source, nbytes), pieces, signal // 8, value, due + late, lost_at)
+            put = _Put(peer, target, self._bytes(source, nbytes), pieces, signal // 8, value, due + late, lost_at)
             if lost_at is not None:
                 self.lost.append(peer)
             self._under_way.append(put)
@@ -276,6 +282,14 @@ class NetworkProxy:
         pieces = [(begin, end - begin) for begin, end in zip(cuts, cuts[1:], strict=False)]
         self._random.shuffle(pieces)
         return pieces
+
+    def _bytes(self, address: int, nbytes: int) -> Any:
+        """Return the ``nbytes`` bytes of this rank at ``address``, in its block or outside."""
+        outside = address - self._outside_begin
+        if 0 <= outside <= len(self._outside) - nbytes:
+            return self._outside[outside : outside + nbytes]
+        offset = self._offset(address, nbytes)
+        return self._blocks[self._rank][offset : offset + nbytes]
 
     def _offset(self, address: int, nbytes: int) -> int:
         """Convert ``address`` in this rank's block to an offset; ``nbytes`` bytes from there must lie in the block."""
