@@ -30,8 +30,9 @@ from tests.control.elastic_layers import LOGICAL, Multiplying, first_placement
 from tests.support.patience import ROOMY, be_patient, hurry, until
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 7, 2, 16, 3
-EXPIRY = 2.5
-"""Seconds after which a call gives up on the rank that is killed or stopped, when all others are in it."""
+EXPIRY = {"collective": 2.5, "symmetric": 2.5, "nodes": 8.0}
+"""Seconds after which a call gives up on the rank that is killed or stopped, when all others are in it. Between nodes a
+rank that dies in a call takes longer to get there."""
 LONGEST = 140
 """Seconds that a newcomer waits for its turn: a whole schedule."""
 FORMS: tuple[dict[str, Any], ...] = (
@@ -43,6 +44,15 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"fused_shared_expert": True, "lanes": 2},
 )
 """Those with rows by expert in the type that a layer computes in have a layer as well, which can be drained."""
+NODES: tuple[dict[str, Any], ...] = (
+    {"ranks_per_node": 2},
+    {"ranks_per_node": 2, "two_level": True},
+    {"ranks_per_node": 2, "two_level": True, "layout": "rank"},
+    {"ranks_per_node": 2, "pre_reduce": False},
+    {"ranks_per_node": 2, "two_level": True, "lanes": 2},
+    {"ranks_per_node": 1, "layout": "masked"},
+)
+"""Of four ranks, where ``transport`` is "nodes": the symmetric one between nodes. There nobody is admitted."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +77,26 @@ class Schedule:
     def settings(self) -> dict[str, Any]:
         choice = random.Random(self.seed)
         fields = {"num_experts": EXPERTS, "topk": TOPK, "hidden_size": HIDDEN, "max_tokens_per_rank": TOKENS}
-        fields |= choice.choice(FORMS)
-        fields |= {"transport": self.transport, "timeout": ROOMY, "on_failure": choice.choice(("raise", "mask"))}
+        fields |= choice.choice(NODES if self.between_nodes else FORMS)
+        transport = "symmetric" if self.between_nodes else self.transport
+        fields |= {"transport": transport, "timeout": ROOMY, "on_failure": choice.choice(("raise", "mask"))}
         return fields
+
+    @property
+    def between_nodes(self) -> bool:
+        return self.transport == "nodes"
 
     @cached_property
     def world_size(self) -> int:
+        if self.between_nodes:
+            return 4
         return random.Random(self.seed + 1).choice((2, 2, 3, 3, 4))
 
     @cached_property
     def began(self) -> int:
         """Ranks that there are at first. The others are spare ones."""
+        if self.between_nodes:
+            return self.world_size
         return self.world_size - random.Random(self.seed + 4).choice((0, 0, 0, 1)) * (self.world_size > 2)
 
     @property
@@ -91,9 +110,9 @@ class Schedule:
         choice, present = random.Random(self.seed + 3), set(range(self.began))
         alive = dict.fromkeys(range(self.began, self.world_size), False)
         events: list[Event] = []
-        for step in range(choice.choice((2, 3, 4))):
+        for step in range(choice.choice((1, 2, 3) if self.between_nodes else (2, 3, 4))):
             masked = sorted(set(range(self.world_size)) - present)
-            if masked and (len(present) == 1 or choice.random() < 0.6):
+            if masked and not self.between_nodes and (len(present) == 1 or choice.random() < 0.6):
                 rank = choice.choice(masked)
                 fresh = not alive[rank] or choice.random() < 0.3
                 events.append(Event(step, "admit", rank, fresh))
@@ -223,7 +242,7 @@ class Player:
         """Call until it is found that ``event.rank`` is missing, and go on without it."""
         others = [rank for rank in self.ep.present if rank != event.rank]
         self.gathered("about to lose", others)
-        hurry(self.ep, EXPIRY)
+        hurry(self.ep, EXPIRY[self.schedule.transport])
         automatic = self.ep.config.on_failure == "mask"
         expected: type[Exception] = moelink.MembershipError if automatic else kind
         before = self.ep.present

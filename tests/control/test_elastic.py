@@ -38,6 +38,12 @@ def test_every_schedule_of_the_symmetric_transport(seeds: range) -> None:
 
 
 @pytest.mark.timeout(900)
+@seeds(1, 60, "puts are under way when ranks are masked", part=10)
+def test_every_schedule_between_nodes(seeds: range) -> None:
+    check_schedules("nodes", seeds)
+
+
+@pytest.mark.timeout(900)
 @seeds(1, 40, "blocks of CUDA devices are mapped anew by other calls", part=10)
 def test_every_schedule_over_memory_of_devices(seeds: range) -> None:
     check_schedules("symmetric", seeds, run_over_devices)

@@ -1,187 +1,35 @@
-"""The protocol with masked ranks under seeded schedules: the words in their place end every wait, and nothing else.
-
-Between nodes, network proxies carry puts in pieces and in any order. They carry none to masked ranks.
-"""
+"""The protocol with a masked rank under seeded schedules: the words in its place end every wait, and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
-import torch
 
-import moelink
-from moelink import reference
-from moelink.memory.absence import fill_in_for
-from moelink.memory.workspace import Workspace
-from moelink.reference.dispatch import expert_owners
-from moelink.testing import assert_bitwise_equal, rank_data
-from moelink.transports.base import CombineRequest, DispatchRequest
-from moelink_testing import Scheduler
-from tests.support.cases import Setup
-from tests.support.protocol_runs import SpitefulProxy, play, transports
+from tests.support.masked_runs import Form, check_calls, check_mismatch, check_refusals
 from tests.tiers import seeds
 
-
-@dataclass(frozen=True)
-class Form:
-    """Options of ``world`` ranks of which some are masked."""
-
-    options: tuple[tuple[str, Any], ...] = ()
-    world: int = 3
-    masked: tuple[int, ...] = (1,)
-
-
-def of_nodes(node: int, world: int, *masked: int, **options: Any) -> Form:
-    """Return the form of nodes of ``node`` ranks."""
-    return Form((("transport", "symmetric"), ("ranks_per_node", node), *options.items()), world, masked)
-
-
-SIZES = (("max_tokens_per_rank", 4), ("hidden_size", 8))
 FORMS = {
     "sums": Form(),
     "every_row": Form((("pre_reduce", False),)),
     "rank": Form((("layout", "rank"),)),
     "planned": Form(world=4),
-    "nodes": of_nodes(2, 4, 1),
-    "nodes_every_row": of_nodes(2, 4, 2, pre_reduce=False),
-    "nodes_rank": of_nodes(1, 3, 1, layout="rank"),
-    "nodes_whole": of_nodes(2, 4, 2, 3),
-    "nodes_two": of_nodes(2, 6, 1, 2),
-    "levels": of_nodes(2, 4, 2, two_level=True),
-    "levels_rank": of_nodes(2, 4, 1, two_level=True, layout="rank"),
-    "levels_whole": of_nodes(2, 4, 2, 3, two_level=True),
-    "levels_apart": of_nodes(2, 4, 1, 2, two_level=True),
-    "levels_three": of_nodes(3, 6, 0, 4, two_level=True),
-    "levels_many": of_nodes(2, 6, 1, 2, two_level=True),
-    "levels_format": of_nodes(2, 4, 3, two_level=True, combine_format="mxfp8", hidden_size=32),
 }
-"""With four ranks of one node a planner waits for counts, and the others for headers."""
-
-
-class Ranks:
-    """The ranks of a communicator but the masked ones, in blocks that know of them."""
-
-    def __init__(self, name: str, seed: int = 0) -> None:
-        form = FORMS[name]
-        self.world, self.masked = form.world, form.masked
-        self.setup = Setup("bf16", (*SIZES, *form.options), num_experts=max(5, self.world), topk=2)
-        self.transports = transports(self.setup, self.world, seed=seed, proxies=SpitefulProxy)
-        self.config = self.setup.config(self.world, 0)
-        self.present = [rank for rank in range(self.world) if rank not in self.masked]
-        absent = torch.tensor([owner in self.masked for owner in expert_owners(self.config)])
-        for rank in self.present:
-            (each,) = self.transports[rank].ranks
-            with each.network.without(self.masked):
-                each.memory.local.zero_()
-            fill_in_for(self.masked, each.memory.local, rank=rank, workspace=Workspace(self.config))
-        # The blocks of masked ranks are memory that nobody reads.
-        self.absent = absent
-        self.load(seed=5)
-
-    def load(self, seed: int) -> None:
-        """Take other tokens, of which other ranks have the experts."""
-        every = [
-            rank_data(
-                seed=seed, rank=r, num_tokens=4 - r % 4, hidden_size=self.config.hidden_size,
-                num_experts=self.config.num_experts, topk=2,
-            )
-            for r in range(self.world)
-        ]
-        ids = [torch.where(self.absent[d.topk_ids.long()], -1, d.topk_ids) for d in every]
-        given = [(d.x, i, d.topk_weights) for d, i in zip(every, ids, strict=True)]
-        for rank in self.masked:
-            given[rank] = tuple(part[:0] for part in given[rank])
-        self.every, (self.xs, self.ids, self.weights) = every, zip(*given, strict=True)
-
-    def dispatch(self, rank: int, **options: Any) -> Any:
-        d = self.every[rank]
-        weights = d.topk_weights if self.config.pre_reduce else None
-        return (
-            self.transports[rank].dispatch([DispatchRequest(d.x, d.topk_ids, weights, **options)], fused=True).wait()[0]
-        )
-
-    def combine(self, rank: int, recv: Any, **options: Any) -> torch.Tensor:
-        weights = None if self.config.pre_reduce else self.every[rank].topk_weights
-        request = CombineRequest(recv.tokens * (1 + rank), recv, weights, **options)
-        return self.transports[rank].combine([request], fused=True).wait()[0]
-
-    def expected(self) -> list[torch.Tensor]:
-        travel = self.config.pre_reduce
-        rows = reference.reference_dispatch(self.config, self.xs, self.ids, self.weights if travel else None)
-        ys = [each.tokens * (1 + rank) for rank, each in enumerate(rows)]
-        return reference.reference_combine(self.config, ys, rows, self.ids, None if travel else self.weights)
-
-    def run(self, seed: int, main: Callable[[int], Any]) -> dict[int, Any]:
-        """Run ``main`` of each rank that is present under the schedule of ``seed``; results by rank."""
-        results: dict[int, Any] = {}
-        parts = [lambda rank=rank: results.update({rank: main(rank)}) for rank in self.present]
-        play(Scheduler(seed), [self.transports[rank] for rank in self.present], parts)
-        return results
+"""With four ranks a planner waits for counts, and the others for headers."""
 
 
 @seeds(1, 8, why="each form waits for other words of the masked rank")
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_go_on_without_a_masked_rank(form: str, seeds: range) -> None:
-    """Three pairs, of which the second is over the routing of the first, and one of other tokens: sums of what is left,
-    and nobody waits."""
     for seed in seeds:
-        ranks = Ranks(form, seed)
-
-        def main(rank: int, ranks: Ranks = ranks) -> list[torch.Tensor]:
-            first = ranks.dispatch(rank)
-            sums = [ranks.combine(rank, first)]
-            sums.append(ranks.combine(rank, ranks.dispatch(rank, routing=first)))
-            return [*sums, ranks.combine(rank, ranks.dispatch(rank))]
-
-        expected = ranks.expected()
-        for rank, sums in ranks.run(seed, main).items():
-            for number, out in enumerate(sums):
-                assert_bitwise_equal(out, expected[rank], f"rank {rank}, pair {number}")
-            ranks.transports[rank].check()
-        if form in ("sums", "nodes"):  # rows that do not belong to sums lie where sums will
-            ranks.run(seed, lambda rank, ranks=ranks: ranks.combine(rank, ranks.dispatch(rank), reduce=False))
-        ranks.load(seed=6)
-        later = ranks.expected()
-        for rank, out in ranks.run(seed, lambda rank, ranks=ranks: ranks.combine(rank, ranks.dispatch(rank))).items():
-            assert_bitwise_equal(out, later[rank], f"rank {rank}, other tokens")
+        check_calls(FORMS[form], seed)
 
 
 @seeds(1, 4)
 def test_refusals_name_a_rank_that_takes_part(seeds: range) -> None:
-    """A refused dispatch, and a refused combine, among ranks of which one is masked; then a pair that works."""
     for seed in seeds:
-        ranks = Ranks("sums")
-
-        def main(rank: int, ranks: Ranks = ranks) -> torch.Tensor:
-            for phase in ("dispatch", "combine"):
-                recv = ranks.dispatch(rank) if phase == "combine" else None
-                if rank == 2:
-                    ranks.transports[rank].refuse(phase, over=recv)
-                    continue
-                with pytest.raises(moelink.PeerAbortedError, match=f"rank 2 refused its arguments in {phase}"):
-                    ranks.dispatch(rank) if recv is None else ranks.combine(rank, recv)
-            return ranks.combine(rank, ranks.dispatch(rank))
-
-        expected = ranks.expected()
-        for rank, out in ranks.run(seed, main).items():
-            assert_bitwise_equal(out, expected[rank], f"rank {rank}")
+        check_refusals(FORMS["sums"], 2, seed)
 
 
 @seeds(1, 4)
 def test_a_mismatch_names_a_rank_that_takes_part(seeds: range) -> None:
-    """Rank 3 of 4 combines another dispatch than ranks 0 and 2. The masked rank has no vote."""
     for seed in seeds:
-        ranks = Ranks("planned")
-
-        def main(rank: int, ranks: Ranks = ranks) -> str:
-            first, second = ranks.dispatch(rank), ranks.dispatch(rank)
-            with pytest.raises(moelink.ProtocolError) as caught:
-                ranks.combine(rank, first if rank == 3 else second)
-            ranks.combine(rank, ranks.dispatch(rank))
-            return str(caught.value)
-
-        for rank, words in ranks.run(seed, main).items():
-            assert words.startswith(f"rank {rank}: rank 3 calls combine"), words
+        check_mismatch(FORMS["planned"], 3, seed)

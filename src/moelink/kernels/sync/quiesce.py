@@ -96,7 +96,9 @@ def _wait_for_flags(ctx, offset, counts, phase, parts: tl.constexpr, S: tl.const
                 flags = (mine + offset).to(I64) + source * S.MAX_TOKENS * parts + t0 + i
                 poison = (mine + S.OFFSET_POISON).to(I64)
                 ok, _, got = wait_all(flags, t0 + i < count, ctx.call, poison, ctx.limit, S.CLOCK)
-                late = tl.where(phase == _DISPATCH, forwarder_of(ctx.control, source, ctx.me, S), source)
+                late = source
+                if phase == _DISPATCH:
+                    late = forwarder_of(ctx.control, source, ctx.me, S)
                 report_failure(ok, ctx, late, phase, ctx.call, got, S)
     return ok
 
