@@ -216,7 +216,7 @@ class Lifetime(OfThisProcess):
             ConfigMismatchError: another rank masks other ranks.
             PeerTimeoutError: a rank that goes on did not come in time, or (PeerLostError) is gone. If it names this
                 rank, the others have gone on without it.
-            UnsupportedError: symmetric memory of several nodes, or of devices whose driver maps no block anew.
+            UnsupportedError: symmetric memory of NVSHMEM, or of devices whose driver maps no block anew.
             ClosedError, PendingError, StateError: the communicator's state does not allow it.
         """
         self._require_lane_0("mask")

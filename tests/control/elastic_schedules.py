@@ -101,8 +101,8 @@ class Schedule:
 
     @property
     def has_layer(self) -> bool:
-        """Whether a layer with replicas takes part in the traffic."""
-        return not {"layout", "dispatch_format"} & set(self.settings)
+        """Whether a layer with replicas takes part in the traffic. Between nodes calls take long enough without."""
+        return not self.between_nodes and not {"layout", "dispatch_format"} & set(self.settings)
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -204,9 +204,9 @@ class Player:
         self.store.set("over", "1")
         return self.told
 
-    def traffic(self, times: int = 2) -> None:
+    def traffic(self) -> None:
         """Make calls on all lanes and compare them with the reference over the ranks that are present."""
-        for number in range(times):
+        for number in range(self.ep.config.lanes if self.schedule.between_nodes else 2):
             lane = number % self.ep.config.lanes
             check_step(self.ep, self.ep.lane(lane), 100 * self.step + number + self.schedule.seed)
         if self.layer is not None:

@@ -6,18 +6,20 @@ import ctypes
 import faulthandler
 import functools
 import os
+import signal
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import moelink
 from moelink.memory import NetworkProxy
 from moelink.memory.nodes import network, watchdog
 from moelink.testing import rank_data
 from moelink_testing.network import NetworkFaults
-from tests.support.patience import hurry, join
+from tests.support.patience import ROOMY, hurry, join
 
 FIELDS: dict[str, Any] = {"num_experts": 8, "topk": 3, "hidden_size": 32, "max_tokens_per_rank": 4}
 
@@ -87,3 +89,64 @@ def over_a_network(
     ep.check()
     ep.close()
     return None
+
+
+def check_without(ep: moelink.Communicator, rank: int, seed: int) -> None:
+    """Make a dispatch, one over its routing, and their combines, of the experts that are present."""
+    data = inputs(rank, seed)
+    there = ~ep.absent_experts[data.topk_ids.long()]
+    recv = ep.dispatch(data.x, data.topk_ids)
+    again = ep.dispatch(data.x, data.topk_ids, routing=recv)
+    for each in (recv, again):
+        assert torch.equal(ep.combine(each.tokens, each), data.x * there.sum(1, keepdim=True))
+        assert int(each.masked) == int((~there).sum())
+
+
+def masked_over_a_network(
+    rank: int, world_size: int, faults: dict[int, NetworkFaults], dies: bool, levels: bool
+) -> int:
+    """Rank 2 of 4 dies between calls, or its links are cut in a call. The others mask it, and go on at once."""
+    make = functools.partial(NetworkProxy, faults=faults.get(rank, NetworkFaults()).links(rank))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "NetworkProxy", make)
+        ep = join(**FIELDS, transport="symmetric", ranks_per_node=2, two_level=levels)
+    check_without(ep, rank, 0)
+    hurry(ep, 12.0)
+    if dies and rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(moelink.PeerTimeoutError) as told:
+        for seed in range(1, 40):
+            check_without(ep, rank, seed)
+    if rank == 2:
+        ep.close()
+        return 0
+    assert told.value.peer == 2 or not dies
+    hurry(ep, ROOMY)
+    assert ep.mask([2]).present == (0, 1, 3)
+    made = 0
+    for seed in range(4):
+        check_without(ep, rank, seed)
+        made += 1
+    ep.check()
+    ep.close()
+    return made
+
+
+def refused_between_nodes(rank: int, world_size: int) -> bool:
+    """Nobody is admitted between nodes; nothing has changed after each refusal."""
+    store: Any = dist.HashStore()
+    ep = join(**FIELDS, transport="symmetric", ranks_per_node=1)
+    for what in (
+        lambda: ep.admit([1], store),
+        lambda: ep.admit([rank], store),
+        lambda: moelink.join(store, 1, 2, **FIELDS, transport="symmetric", ranks_per_node=1),
+    ):
+        with pytest.raises(moelink.UnsupportedError, match=r"(admit|join): expected ranks of one node .*are masked but"):
+            what()
+    for wrong in ([], [rank], [0, 1], [2], [1 - rank, 1 - rank], None):
+        with pytest.raises(moelink.ArgumentError, match="ranks: expected"):
+            ep.mask(wrong)  # type: ignore[arg-type]
+    assert ep.present == (0, 1)
+    round_trip(ep, rank, 0, [])
+    ep.close()
+    return True

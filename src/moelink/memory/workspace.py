@@ -73,6 +73,7 @@ staged_rows          [F, T, row] uint8
 
 There the parts of ``rows`` and ``combine_flag`` for ranks of other nodes hold rows that ranks of this node send through
 this one: the part of rank ``m N + j`` has the rows of this node's j-th rank for the rank of this one's place on node m.
+If that rank is masked, it has the rows that rank ``m N + j`` itself puts here (``kernels.nodes.past``).
 
 Size: T x (W x message + (W or K) x row) bytes, up to 32 MiB of Lamport slots, or 64 with layout "rank" of two ranks,
 and the flags. Nothing is double buffered. Send buffers exist between nodes only.

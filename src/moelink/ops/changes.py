@@ -17,7 +17,9 @@ are checked for. So nothing that a rank sends in one of them can reach a rank th
 one is refused in the other. All ranks number calls anew from 1 after a change, so they change at the same call number.
 
 Why a late write of a rank left out cannot be taken for a new one's: it has mapped the old files and opened the old
-connections, and the new ones only if it is invited. Its stores end in files that no member maps any more.
+connections, and the new ones only if it is invited. Its stores end in files that no member maps any more. Between
+nodes a network carries puts of a rank after its call. A member's own network stops and forgets them before the new
+blocks are mapped (:meth:`moelink.memory.nodes.network.Network.without`).
 
 If a rank dies in a change: before the last exchange of step 2, all others raise an error that names it, with the old
 membership, and repeat the change without it. In the last exchange some may commit and others not, as at ``init``; a

@@ -1,0 +1,82 @@
+"""Ranks are masked while the network between nodes has puts under way, in processes and at a proxy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moelink.errors import UnsupportedError
+from moelink.memory import NetworkProxy, create_all
+from moelink.memory.protocol import RING_HEADER_WORDS
+from moelink.testing import run_ranks
+from moelink_testing.network import Cut, NetworkFaults
+from tests.nodes import network_ranks
+from tests.nodes.test_nodes import config, entry
+
+FAR = 1 << 20
+"""Seconds that no put takes in a test."""
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["under way", "in the ring"])
+def test_no_put_of_before_arrives_after_a_change(taken: bool) -> None:
+    memories = create_all(["cpu"] * 3, 4096)
+    base = int(memories[0].pointers[0])
+    proxy = NetworkProxy(memories[0], max_puts=4, delay=FAR)
+    entry(proxy, 0, base + 0x40, base + 0x800, 32, base + 8, 7, 1)
+    if taken:
+        assert not proxy.step()  # it is taken, and not due
+    proxy.start()
+    with proxy.without([2]):
+        memories[1].local.zero_()  # in the place of another block
+    proxy._delay = 0.0
+    proxy.ring[0] = 2
+    for ticket, peer in enumerate((2, 1)):  # tickets begin anew; no put goes to the masked rank
+        entry(proxy, ticket, base + 0x80, base + 0x800, 32, base + 16, 9, peer)
+    while memories[1].local[16] != 9:
+        pass
+    proxy.close()
+    assert memories[1].local[8] == 0
+    assert not memories[2].local.any()
+    assert proxy.ring[0] == 2
+    assert int(proxy.ring[RING_HEADER_WORDS - 6]) == 0
+
+
+def test_a_proxy_that_stopped_goes_on_after_a_change() -> None:
+    memories = create_all(["cpu"] * 2, 4096)
+    proxy = NetworkProxy(memories[0], max_puts=4)
+    entry(proxy, 0, 0, 0, 8, 0, 1, 1)  # outside of the block
+    proxy.start()
+    while proxy.failure is None:
+        pass
+    with proxy.without([]):
+        pass
+    assert proxy.failure is None
+    proxy.close()
+
+
+CUT = {r: NetworkFaults(cuts=tuple(Cut(peer, after=30) for peer in ((2,) if r < 2 else (0, 1)))) for r in (0, 1, 2)}
+LATE = {r: NetworkFaults(late=0.5, latest=1.0) for r in range(4)}
+
+
+@pytest.mark.parametrize(
+    "faults, levels", [(LATE, True), (LATE, False), (CUT, False), (CUT, True)],
+    ids=["late-two_level", "late", "cut", "cut-two_level"],
+)  # fmt: skip
+def test_a_rank_is_masked_over_a_network_that_fails(faults: dict[int, NetworkFaults], levels: bool) -> None:
+    """Rank 2 of two nodes of two dies, or is cut off. Puts of before are late, or never arrive."""
+    dies = faults is LATE
+    told = run_ranks(network_ranks.masked_over_a_network, 4, faults, dies, levels, mortal={2} if dies else ())
+    assert told == [4, 4, None if dies else 0, 4]
+
+
+def test_what_cannot_be_between_nodes_is_refused_by_name() -> None:
+    assert run_ranks(network_ranks.refused_between_nodes, 2) == [True] * 2
+
+
+def test_nvshmem_masks_no_rank() -> None:
+    from moelink.transports.build import choose_transport
+
+    sizes = config(2, ranks_per_node=1, transport="symmetric", on_failure="mask")
+    with pytest.raises(UnsupportedError, match="on_failure='mask': expected a network that goes on .* got NVSHMEM"):
+        choose_transport(sizes, [torch.device("cuda", 0)])
+    assert choose_transport(sizes, [torch.device("cpu")]) == "symmetric"
