@@ -50,9 +50,7 @@ def test_every_schedule_over_memory_of_devices(seeds: range) -> None:
     check_schedules("symmetric", seeds, run_over_devices)
 
 
-def check_schedules(
-    transport: str, seeds: range, run: Callable[..., list[Any]] = run, timeout: float = 150
-) -> None:
+def check_schedules(transport: str, seeds: range, run: Callable[..., list[Any]] = run, timeout: float = 150) -> None:
     """Play the schedules of ``seeds``. Each process checks what it gets, and that it gets errors where it must."""
     for seed in seeds:
         schedule = Schedule(seed, transport)

@@ -63,8 +63,12 @@ class Ranks:
         """Take other tokens, of which other ranks have the experts."""
         every = [
             rank_data(
-                seed=seed, rank=r, num_tokens=4 - r % 4, hidden_size=self.config.hidden_size,
-                num_experts=self.config.num_experts, topk=2,
+                seed=seed,
+                rank=r,
+                num_tokens=4 - r % 4,
+                hidden_size=self.config.hidden_size,
+                num_experts=self.config.num_experts,
+                topk=2,
             )
             for r in range(self.world)
         ]

@@ -7,6 +7,7 @@ put_messages       dispatch: puts of messages and counts; put_rows: combine's pu
 relay              dispatch: the sender role stores one copy of a token for each other node
 forward            dispatch: the forwarder of that node sends it on to its ranks
 collect            combine: a node's rows are summed before they cross; level_rows: home waits for them
+past               both: ranks whose relay is masked exchange without one
 relay_constants    launch constants of the relays' regions
 =================  =====================================================================================================
 """

@@ -26,8 +26,8 @@ def _nodes_of(slots, S: tl.constexpr):
 
 @triton.jit
 def sum_node(mine, to, slots, node, token, S: tl.constexpr):
-    """Store at ``to`` the sum of the rows of ``token`` in the parts of ``rows`` that the ranks of a node have, for or of
-    ``node``, of those whose ``slots`` [node ranks] are not -1."""
+    """Store at ``to`` the sum of the rows of ``token`` that lie in the parts of ``rows`` for the ranks of ``node``,
+    where ``slots`` [node ranks] are not -1."""
     j = tl.arange(0, S.NODE_SIZE_POW2)
     to = tl.multiple_of(to.to(S.ROW_POINTER), 16)
     for c0 in tl.static_range(0, S.HIDDEN_SIZE, S.BLOCK_SIZE):

@@ -94,8 +94,8 @@ def is_peer(rank, me, S: tl.constexpr):
 
 @triton.jit
 def is_masked(control, rank, S: tl.constexpr):
-    """Return whether ``rank``, a number or a block of them, is masked (``memory.absence``), where calls with two levels
-    can go on without it: over the simulated network. Else false, which costs nothing."""
+    """Return whether ``rank``, a number or a block of them, is masked (``memory.absence``). False with one level, which
+    need not know, and over NVSHMEM, which goes on without no rank."""
     if S.TWO_LEVEL and S.NETWORK == "ring":
         asked = (rank >= 0) & (rank < S.WORLD_SIZE) & (tl.load(control + _SOME_MASKED) != 0)
         return tl.load((own_block(control, S) + S.OFFSET_COMBINE_STATUS).to(I64) + rank, mask=asked, other=0) < 0
@@ -105,7 +105,7 @@ def is_masked(control, rank, S: tl.constexpr):
 
 @triton.jit
 def lacks_relay(control, home, other, S: tl.constexpr):
-    """Return whether nobody relays between ``home`` and ``other``, ranks of two nodes, because the peer of ``home`` on
+    """Return whether no rank relays between ``home`` and ``other``, ranks of two nodes, because the peer of ``home`` on
     the node of ``other`` is masked. Either may be a block."""
     relay = other // S.NODE_SIZE * S.NODE_SIZE + home % S.NODE_SIZE
     return is_masked(control, relay, S) & (home // S.NODE_SIZE != other // S.NODE_SIZE)

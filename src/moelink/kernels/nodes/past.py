@@ -1,33 +1,32 @@
-"""Send past a masked relay: steps of two levels (``kernels.nodes.levels``) for pairs of ranks that nobody relays between.
+"""Send past a masked relay, with two levels (``kernels.nodes.levels``).
 
-Where the peer of a home rank on another node is masked, nobody there forwards the home rank's relays or collects rows
-for it. The other ranks of that node may take part. So the home rank and each of them exchange as with one level:
+If the peer of a home rank on another node is masked, no rank of that node forwards the home rank's relays or collects
+rows for it. The other ranks of that node may take part. So the home rank and each of them exchange as with one level:
 
 =========  ============================================================================================================
-dispatch   the home rank puts its staged copy of a token, a message, at each rank that the token goes to, and the
-           message's flag after it. Of the token's expert ids the message has those over all ranks, below -1 so that
-           the receiver tells them from its own (:func:`own_ids`)
-combine    the expert's rank puts its row at home, with the flag of its message. Home then does the collector's work: it
-           stores the sum of such a node's rows where the collector's row would be, rounded or encoded alike. So sums
-           have the same bits whoever is masked
+dispatch   the home rank puts its staged copy of a token as a message at each rank that the token goes to, and after it
+           the message's flag. The ids of this message count over all ranks and are below -1, so that the receiver tells
+           them from local ones (:func:`own_ids`)
+combine    the expert's rank puts its row at home, and after it the flag of the message. The home rank does the
+           collector's work: it stores the sum of such a node's rows at the place of the collector's row, rounded or
+           encoded alike. So the bits of sums do not depend on who is masked
 =========  ============================================================================================================
 
-Marks and relays name no masked ranks, so forwarders store nothing there and collectors wait for nothing of them.
+Marks and relays name no masked ranks, so forwarders store nothing for them and collectors await no rows of them.
 
-Why these puts meet nothing else. The messages' slots at the receiver are the sender's own in any form. Rows arrive at
-home in the parts of ``rows`` and ``combine_flag`` that are kept for rows that the home rank collects for the *masked*
-peer: that peer has no tokens, so no rank of the home rank's node stores there. Where a rank of that node refuses a call
-or combines another dispatch, it raises no flags of these parts (``put_rows.raise_flags_at_stop``,
-``collect.meet_node``). Rows are staged in memory of their own outside the block. They may be overwritten when home has
-granted credit for the call, and it grants that after they have arrived, as with one level: in a refused call it waits
-for as many as the heads say (``quiesce.quiesce_combine``).
+Why these puts meet nothing else. Slots of messages are the home rank's own in any form. Rows arrive at home in the
+parts of ``rows`` and ``combine_flag`` for rows that the home rank would collect for the *masked* peer. That peer has no
+tokens, so no rank of the home rank's node stores a row there. Ranks that refuse a call or combine another dispatch
+raise no flags there (``put_rows.raise_flags_at_stop``, ``collect.meet_node``). Rows are staged outside the block. A
+rank stores there again when the home rank has granted credit for the call, and it grants credit when the rows have
+arrived, in a refused call as many as heads say (``quiesce.quiesce_combine``).
 
-Only the simulated network goes on without ranks; for NVSHMEM all of this is compiled away.
+Only the simulated network goes on without ranks, so kernels for NVSHMEM contain nothing of this.
 
-Example: 4 ranks, S.NODE_SIZE 2, rank 2 is masked. Token 5 of rank 0 goes to rank 3, in slot 1 there. Rank 0 puts it in
-slot 1 of rank 0 in rank 3's ``messages``. If it names expert 6, of 2 experts a rank, its id is -8, and rank 3 reads 0.
-Rank 3 puts its row at row (3, 5) of rank 0's ``rows`` and raises flag (3, 1). Token 5 of rank 1 crosses to rank 3, its
-peer, as a relay.
+Example: 4 ranks, 8 experts, S.NODE_SIZE 2, rank 2 is masked. Token 5 of rank 0 names expert 6 and has slot 1 at rank 3.
+Rank 0 puts it in slot 1 of rank 0 in rank 3's ``messages``, with id -8, which is local id 0 there and -1 elsewhere.
+Rank 3 puts its row at row (3, 5) of rank 0's ``rows`` and raises flag (3, 1). A token of rank 1 crosses to rank 3 as a
+relay.
 """
 
 import triton
@@ -75,7 +74,7 @@ def put_messages_past(ctx, mine, staged, goes, slot, peer, S: tl.constexpr):
 
 @triton.jit
 def staged_past(address, ctx, home, token, S: tl.constexpr):
-    """Return where to store the row of ``token`` for rank ``home``: at ``address``, or where it is staged if nobody
+    """Return where to store the row of ``token`` for rank ``home``: at ``address``, or where it is staged if no rank
     collects it."""
     if S.TWO_LEVEL and S.NETWORK == "ring":
         staging = tl.load(tl.load(ctx.table + S.WORLD_SIZE).to(I64) + _STAGED)
@@ -92,8 +91,8 @@ def _flag_at(mine, me, slot, S: tl.constexpr):
 
 @triton.jit
 def put_row_past(ctx, source, home, token, slot, valid, S: tl.constexpr):
-    """Put the row at ``source`` at rank ``home``, at ``token``, and the flag of message ``slot``, if nobody collects it;
-    the flag alone unless ``valid``."""
+    """Put the row at ``source`` at rank ``home``, at ``token``, and the flag of message ``slot``, if no rank collects
+    it. Unless ``valid``, put the flag alone."""
     if lacks_relay(ctx.control, home, ctx.me, S):
         mine = own_block(ctx.control, S)
         word = _flag_at(mine, ctx.me, slot, S)
@@ -107,6 +106,6 @@ def put_row_past(ctx, source, home, token, slot, valid, S: tl.constexpr):
 
 @triton.jit
 def raise_flags_past(ctx, home, S: tl.constexpr):
-    """Put all flags of this rank, which refuses the call, at rank ``home``, if nobody collects rows for it."""
+    """Put all flags of this rank, which refuses the call, at rank ``home``, if no rank collects rows for it."""
     for slot in range(S.MAX_TOKENS):
         put_row_past(ctx, slot * 0, home, 0, slot, False, S)

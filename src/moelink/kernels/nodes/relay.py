@@ -3,7 +3,8 @@
 A row is stored once in this rank's staging region for relays, at its token's number, whatever nodes it goes to. It is
 encoded once, and stored from registers together with the messages to ranks of this node: the relay's place stands in
 one column of ``places`` (``levels.column_of``). Behind the message a relay has the token's expert ids and its slots at
-all ranks, by which the forwarder knows where the message goes. Its own ids are for ``kernels.nodes.past``, or undefined.
+all ranks, by which the forwarder knows where the message goes. Its own ids are those of ``kernels.nodes.past``, or over
+NVSHMEM undefined.
 
 Then one put for each node that the token goes to carries the relay to the slot of the *token* at the peer there. So no
 relay has to be counted. Which tokens come is told by *marks*, a byte for each token, one put for each node: the CTA
