@@ -20,6 +20,9 @@ _NEWCOMER = (
 _BOUND = "control/test_elastic.py::test_bound_calls_go_on_at_the_same_addresses[run]"
 _SEEDS = "control/test_elastic.py::test_every_schedule_ends_with_the_sums_of_the_experts_present[few]"
 _DROPPED = "transports/test_dropped.py::{}"
+_FAR = "nodes/test_protocol_masked_nodes.py::test_calls_go_on_without_masked_ranks[apart-few]"
+_FAR_REFUSED = "nodes/test_protocol_masked_nodes.py::test_refusals_name_a_rank_that_takes_part[levels-1-few]"
+_PUTS = "nodes/test_network_masked.py::{}"
 
 # fmt: off
 OF_MEMBERSHIPS = (
@@ -107,6 +110,36 @@ OF_MEMBERSHIPS = (
     Mutant("pairs of present experts count as dropped", "output.py",
            "(absent[torch.where(valid, ids, 0).long()] != present)", "(absent[torch.where(valid, ids, 0).long()] == present)",
            _DROPPED.format("test_an_output_counts_pairs_of_absent_experts[collective]")),
+    Mutant("new blocks are mapped while puts are under way", "transports/build.py",
+           "with transport.ranks[0].network.without(masked):", "if masked:",
+           _PUTS.format("test_a_late_put_of_a_member_misses_the_new_blocks")),
+    Mutant("puts that are under way outlast a mask", "memory/nodes/network_proxy.py",
+           "self._under_way, self.lost, self._taken, self.failure = [], [], 0, None", "self.lost, self._taken, self.failure = [], 0, None",
+           _PUTS.format("test_no_put_of_before_arrives_after_a_change[under way]")),
+    Mutant("puts in the ring outlast a mask", "memory/nodes/network_proxy.py",
+           "self._words[0], self._words[RING_HEADER_WORDS:] = 0, 0", "self._words[0] = 0",
+           _PUTS.format("test_no_put_of_before_arrives_after_a_change[in the ring]")),
+    Mutant("puts go to masked ranks", "memory/nodes/network_proxy.py",
+           "if peer in self._masked:", "if peer in self._masked and peer < 0:",
+           _PUTS.format("test_no_put_of_before_arrives_after_a_change[under way]")),
+    Mutant("counts of a masked rank of another node are waited for", "memory/absence.py",
+           'regions["counts_flag"].view(block)[ranks] = ANY_CALL', 'regions["counts_flag"].view(block)[ranks] = 1',
+           _FAR),
+    Mutant("marks of a masked rank are waited for", "memory/absence.py",
+           "for peer in peers]] = ANY_CALL", "for peer in peers]] = 1",
+           _FAR),
+    Mutant("relays go to a masked peer", "kernels/nodes/relay.py",
+           "                if is_masked(ctx.control, peer, S):\n", "                if is_masked(ctx.control, peer, S) & (peer < 0):\n",
+           _FAR),
+    Mutant("ids past a relay are taken for local ones", "kernels/nodes/past.py",
+           "return tl.where(ids <= _FIRST_ID, tl.where(here, local, -1), ids)", "return ids",
+           _FAR),
+    Mutant("home waits for a masked collector", "kernels/nodes/level_rows.py",
+           "direct = is_intra_node(r, ctx.me, S) | lacks_relay(ctx.control, ctx.me, r, S)", "direct = is_intra_node(r, ctx.me, S)",
+           _FAR),
+    Mutant("rows of masked ranks are waited for after a refusal", "kernels/sync/quiesce.py",
+           "tl.minimum((tl.maximum(heads, 0) & 0xFFFFFFFF) >> 4,", "tl.minimum((heads & 0xFFFFFFFF) >> 4,",
+           _FAR_REFUSED),
     Mutant("replicas on masked ranks are chosen", "nn/placement.py",
            "there or places for there, places", "places for there, places",
            _DROPPED.format("test_replicas_that_are_there_are_chosen")),

@@ -52,6 +52,7 @@ def test_refusals_name_a_rank_that_takes_part(form: str, odd: int, seeds: range)
         check_refusals(FORMS[form], odd, seed)
 
 
+@pytest.mark.full("the refusals above meet the same waits; kernels/test_protocol_masked.py has a mismatch on one node")
 @seeds(1, 8)
 @pytest.mark.parametrize("form, odd", [("levels", 3), ("levels", 1), ("one_level", 3)])
 def test_a_mismatch_names_a_rank_that_takes_part(form: str, odd: int, seeds: range) -> None:
