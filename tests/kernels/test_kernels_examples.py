@@ -21,6 +21,7 @@ from moelink.kernels.launch.constants import dispatch_spec
 from moelink.kernels.launch.device import host_clock
 from moelink.kernels.launch.grid import TokenSplit
 from moelink.kernels.nodes import internode as network
+from moelink.kernels.nodes import past
 from moelink.kernels.numeric import round_bf16
 from moelink.kernels.records import (
     CallContext,
@@ -329,6 +330,24 @@ class _Numbers(NamedTuple):
     num_local_experts: Any
     capacity: Any
     scale_rows: Any = None
+    first_expert: Any = None
+
+
+@triton.jit
+def _ids_past_a_relay(out, ids, expert, numbers, S: tl.constexpr):
+    i = tl.arange(0, 4)
+    tl.store(ids, past.ids_for_all(expert))
+    tl.store(out + i, past.own_ids(tl.load(ids + i), numbers, S))
+
+
+@pytest.mark.parametrize("first, local", [(6, 0), (4, -1), (0, -1)])
+def test_ids_past_a_masked_relay_count_over_all_ranks(first, local):
+    """Expert 6, of two a rank, has local id 0 at rank 3. Local ids, and -1, stay."""
+    spec = SimpleNamespace(TWO_LEVEL=True, NETWORK="ring")
+    ids, out = torch.tensor([0, -1, 1, 0], dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    _ids_past_a_relay[(1,)](out, ids, 6, _Numbers(2, 0, first_expert=first), S=spec)
+    assert ids[0] == -8
+    assert out.tolist() == [local, -1, 1, 0]
 
 
 @pytest.mark.parametrize("programs", [1, 3, 4, 9, 50])
