@@ -297,6 +297,6 @@ def other_spare_ranks(rank: int, world_size: int) -> tuple[str, list[str]]:
         refused.append(str(caught.value))
     with pytest.raises(moelink.ConfigMismatchError) as told:
         moelink.init(**fields, spare_ranks=1 + rank)
-    with pytest.raises(moelink.UnsupportedError, match="spare_ranks: expected processes of one node"):
+    with pytest.raises(moelink.UnsupportedError, match="spare_ranks: expected ranks of one node"):
         moelink.init(**{**fields, "transport": "symmetric"}, spare_ranks=2, ranks_per_node=2)
     return str(told.value), refused
