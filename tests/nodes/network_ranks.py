@@ -137,6 +137,22 @@ def masked_over_a_network(
     return made
 
 
+def node_dies(rank: int, world_size: int, levels: bool) -> tuple[int, ...]:
+    """Both ranks of node 1 die between calls. A call of the others masks them, and the next ones go on."""
+    ep = join(**FIELDS, transport="symmetric", ranks_per_node=2, two_level=levels, on_failure="mask")
+    check_without(ep, rank, 0)
+    if rank >= 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    hurry(ep, 12.0)
+    with pytest.raises(moelink.MembershipError) as told:
+        call_again_and_again(ep, rank)
+    hurry(ep, ROOMY)
+    for seed in range(2):
+        check_without(ep, rank, seed)
+    ep.close()
+    return told.value.masked
+
+
 def late_put_of_before(rank: int, world_size: int) -> int:
     """Rank 0 of 3 nodes has a put to rank 1 under way when both mask rank 2, which lives. Return the word that
     its signal would set."""

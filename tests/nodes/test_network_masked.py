@@ -72,6 +72,13 @@ def test_a_rank_is_masked_over_a_network_that_fails(faults: dict[int, NetworkFau
     assert told == [4, 4, None if dies else 0, 4]
 
 
+@pytest.mark.full("waits for failed calls; test_protocol_masked_nodes.py has the calls without a node")
+@pytest.mark.parametrize("levels", [False, True])
+def test_a_node_dies(levels: bool) -> None:
+    told = run_ranks(network_ranks.node_dies, 4, levels, mortal={2, 3}, timeout=300)
+    assert told == [(2, 3), (2, 3), None, None]
+
+
 def test_what_cannot_be_between_nodes_is_refused_by_name() -> None:
     assert run_ranks(network_ranks.refused_between_nodes, 2) == [True] * 2
 
