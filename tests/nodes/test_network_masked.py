@@ -17,6 +17,7 @@ FAR = 1 << 20
 """Seconds that no put takes in a test."""
 
 
+@pytest.mark.quick("milliseconds, and another fault each")
 @pytest.mark.parametrize("taken", [True, False], ids=["under way", "in the ring"])
 def test_no_put_of_before_arrives_after_a_change(taken: bool) -> None:
     """Tickets begin anew, so the first entries of before are overwritten. Nothing goes to a masked rank."""

@@ -44,14 +44,14 @@ _FIRST_ID = tl.constexpr(-2)
 @triton.jit
 def ids_for_all(expert):
     """Return ids ``expert`` over all ranks, -1 for none, as a message has them that goes past a relay."""
-    return _FIRST_ID - expert
+    return -expert + _FIRST_ID
 
 
 @triton.jit
 def own_ids(ids, numbers, S: tl.constexpr):
     """Return the local ids of messages, from ids that are local or those of :func:`ids_for_all`."""
     if S.TWO_LEVEL and S.NETWORK == "ring":
-        local = _FIRST_ID - ids - numbers.first_expert
+        local = -ids + _FIRST_ID - numbers.first_expert
         here = (local >= 0) & (local < numbers.num_local_experts)
         return tl.where(ids <= _FIRST_ID, tl.where(here, local, -1), ids)
     else:
