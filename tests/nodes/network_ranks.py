@@ -20,7 +20,7 @@ from moelink.memory.nodes import network, watchdog
 from moelink.memory.protocol import RING_ENTRY_WORDS, RING_HEADER_WORDS
 from moelink.testing import rank_data
 from moelink_testing.network import NetworkFaults
-from tests.support.patience import ROOMY, hurry, join, until
+from tests.support.patience import ROOMY, hurry, join, meet, until
 
 FIELDS: dict[str, Any] = {"num_experts": 8, "topk": 3, "hidden_size": 32, "max_tokens_per_rank": 4}
 
@@ -117,6 +117,7 @@ def masked_over_a_network(
         patch.setattr(network, "NetworkProxy", make)
         ep = join(**FIELDS, transport="symmetric", ranks_per_node=2, two_level=levels)
     check_without(ep, rank, 0)
+    meet()
     hurry(ep, 12.0)
     if dies and rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -141,6 +142,7 @@ def node_dies(rank: int, world_size: int, levels: bool) -> tuple[int, ...]:
     """Both ranks of node 1 die between calls. A call of the others masks them, and the next ones go on."""
     ep = join(**FIELDS, transport="symmetric", ranks_per_node=2, two_level=levels, on_failure="mask")
     check_without(ep, rank, 0)
+    meet()
     if rank >= 2:
         os.kill(os.getpid(), signal.SIGKILL)
     hurry(ep, 12.0)
