@@ -18,25 +18,25 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 4013,
+    ".": 4035,
     "formats": 1317,
     "reference": 899,
-    "memory": 2511,
-    "memory/nodes": 854,
+    "memory": 2523,
+    "memory/nodes": 901,
     "control": 3972,
     "kernels": 720,
-    "kernels/combine": 1442,
-    "kernels/dispatch": 3148,
+    "kernels/combine": 1449,
+    "kernels/dispatch": 3149,
     "kernels/launch": 2238,
-    "kernels/nodes": 1182,
-    "kernels/sync": 1306,
-    "rows": 2977,
-    "transports": 1993,
+    "kernels/nodes": 1353,
+    "kernels/sync": 1311,
+    "rows": 3096,
+    "transports": 2023,
     "transports/collective": 1829,
-    "transports/symmetric": 2146,
+    "transports/symmetric": 2240,
     "contract": 2420,
-    "ops": 1772,
-    "nn": 4610,
+    "ops": 1971,
+    "nn": 4694,
     "integrations": 4417,
     "tracing": 535,
     "tracing/device": 524,
@@ -50,8 +50,8 @@ BUDGET = {
 }
 """Most lines of each room; "." are the files beside the rooms."""
 BUDGET_OF_BENCH = {
-    ".": 10656,
-    "layer": 1620,
+    ".": 11066,
+    "layer": 1624,
     "frameworks": 1008,
 }
 """Those of the distribution moelink-bench."""
