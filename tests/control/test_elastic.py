@@ -39,7 +39,7 @@ def test_every_schedule_of_the_symmetric_transport(seeds: range) -> None:
 
 @pytest.mark.full("a minute a schedule; nodes/test_protocol_masked_nodes.py meets the same words and puts, interleaved")
 @pytest.mark.timeout(3600)
-@seeds(1, 60, part=10)
+@seeds(1, 14, part=7)
 def test_every_schedule_between_nodes(seeds: range) -> None:
     check_schedules("nodes", seeds, timeout=300)
 
