@@ -10,6 +10,7 @@ from torch import Tensor
 
 import moelink
 from moelink.nn import MoE
+from moelink.nn.experts import grouped_experts
 
 SIZES = {"num_experts": 4, "topk": 2, "hidden_size": 128, "max_tokens_per_rank": 16, "device": "cpu"}
 FORMATS = {
@@ -49,6 +50,23 @@ def test_rows_that_do_not_exist_raise_no_alarm(name: str, activation: object) ->
             assert got is not None
             assert got.isfinite().all()
             assert torch.allclose(got, want, rtol=0.02, atol=1e-6), "looking changes no gradient"
+
+
+@pytest.mark.usefixtures("_new_memory_is_nan")
+def test_nor_do_those_of_experts_where_torch_looks_in_the_backward_alone() -> None:
+    """torch's product reads the rows that exist of the gradient, and leaves the others of its result unwritten."""
+    generator = torch.Generator().manual_seed(1)
+    rows, gate_up, down = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((8, 16), (2, 32, 16), (2, 16, 16))
+    )
+    rows.requires_grad_()
+    row_offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
+    out = grouped_experts(rows, row_offsets, gate_up, down, activation=torch.nn.functional.silu)
+    with torch.autograd.set_detect_anomaly(True):
+        out.backward(torch.where(torch.arange(8)[:, None] < 3, 1.0, torch.nan).bfloat16().expand(8, 16))
+    assert rows.grad is not None
+    assert rows.grad[:3].isfinite().all()
+    assert not rows.grad[3:].any()
 
 
 def test_a_gradient_that_is_nan_does() -> None:

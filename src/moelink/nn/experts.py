@@ -25,7 +25,7 @@ from moelink.rows import eager
 from moelink.rows.activation import Clamp
 from moelink.rows.batch_invariant import multiply, refuse_weight
 from moelink.rows.gated import GatedActivation, activate, gated_activation, gradient, known_activation
-from moelink.rows.scale_rows import looks_for_nan
+from moelink.rows.scale_rows import looks_for_nan, without_tail
 
 Activation = Callable[[Tensor], Tensor]
 """A function of each element, such as ``torch.nn.functional.silu``."""
@@ -247,7 +247,7 @@ class _GroupedExperts(torch.autograd.Function):
             dinner = torch._grouped_mm(grad, down, offs=ends)
             d = gradient(dinner, between, row_offsets, known.kind, known.alpha, known.limit, False)
             if wants_tokens:
-                dtokens = torch._grouped_mm(d, gate_up, offs=ends)
+                dtokens = without_tail(torch._grouped_mm(d, gate_up, offs=ends), row_offsets)
             if wants_gate_up:
                 dgate_up = torch._grouped_mm(d.t(), tokens, offs=ends)
         return dtokens, dgate_up, ddown, None, None
