@@ -114,6 +114,27 @@ def test_ids_that_changed_before_the_backward_are_refused() -> None:
             out.sum().backward()
 
 
+@pytest.mark.parametrize("has_nodes", [True, False])
+def test_the_first_backward_after_close_is_refused(has_nodes: bool) -> None:
+    """It would open a communicator of gradients that nothing closes."""
+    ep = moelink.init(**FIELDS)
+    ep._context.has_nodes = has_nodes
+    x, ids, weights = given(0, "w")
+    recv = ep.dispatch(x, ids, weights)
+    ep.close()
+    with pytest.raises(moelink.ClosedError, match="backward: the communicator is closed"):
+        recv.weights.sum().backward()  # type: ignore[union-attr]
+
+
+def test_no_call_makes_a_tensor_that_later_ones_read() -> None:
+    """In a call that is captured into a CUDA graph it would have no values until the graph runs."""
+    with moelink.init(**FIELDS) as ep:
+        slots = vars(ep._context)["slots"]
+        step(ep, 0, "xw")
+        assert ep._context.slots is slots
+        assert slots.tolist() == [0, 1]
+
+
 def test_nothing_of_a_step_stays() -> None:
     """An output holds no graph, and a graph that was run holds no memory of the output."""
     with moelink.init(**FIELDS) as ep:

@@ -129,6 +129,7 @@ class OperatorContext:
         world: this rank among its peers.
         has_nodes: calls without options may record gradients by :mod:`moelink.ops.nodes`.
         name: the name by which operators find it in :data:`REGISTRY`.
+        slots: [topk] int64, the numbers of a token's slots.
         order: the tensor that its operators declare to write (:mod:`moelink.ops.library`).
     """
 
@@ -140,6 +141,8 @@ class OperatorContext:
         )
         self.world = world
         self.order = REGISTRY.order(session.devices[0])
+        # Made here: a call that is captured into a CUDA graph would make a tensor that has values once the graph runs.
+        self.slots = torch.arange(self.static.topk, device=session.devices[0])
         self.name = REGISTRY.add(self, self.config)
         self.has_nodes = self.config.layout == "expert" and not self.config.zero_copy
         self._started: dict[Phase, Pending[Any]] = {}
@@ -205,11 +208,6 @@ class OperatorContext:
     def zero(self) -> Tensor:
         """The number that all carriers of eager calls are."""
         return torch.zeros(1, 1, dtype=self.static.combine_dtype, device=self.session.devices[0])
-
-    @cached_property
-    def slots(self) -> Tensor:
-        """[topk] the numbers of a token's slots."""
-        return torch.arange(self.static.topk, device=self.session.devices[0])
 
     @staticmethod
     def _padded(output: DispatchOutput, tensors: list[Tensor | None]) -> tuple[Tensor, ...]:

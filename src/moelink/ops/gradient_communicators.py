@@ -88,6 +88,7 @@ class GradientCommunicators:
         return self._weights
 
     def _open(self, **changes: object) -> Session:
+        self._own.require_open("backward")  # nothing would close a session that is made after that
         # A quantised format may align groups, and rows must fall where the communicator's do. These sessions' kernels
         # wait for the communicator's, so they need no share of the device's SMs of their own.
         config = dataclasses.replace(
