@@ -154,8 +154,9 @@ def test_pickling_a_layer_says_what_to_save(tmp_path: Path) -> None:
         torch.save(layer.state_dict(), tmp_path / "model.pt")
 
 
-def test_a_copied_output_is_combined_as_the_first_one_is() -> None:
-    with moelink.init(num_experts=4, **SIZES) as ep:
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
+def test_a_copied_output_is_combined_as_the_first_one_is(transport: str) -> None:
+    with moelink.init(num_experts=4, **SIZES, transport=transport) as ep:
         x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
         ids = torch.tensor([[0, 1], [2, 3], [3, -1], [1, 0], [2, 0]], dtype=torch.int32)
         ids += 0  # so that torch counts a change before the dispatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,16 @@ from moelink.kernels.launch.grid import TokenSplit, dispatch_launch, dispatch_nu
 from moelink.kernels.launch.launcher import CompiledKernel
 from moelink.kernels.records import DispatchNumbers, DispatchOutputs, RoutingNotes
 from moelink.lease import IN_PLACE, CallCount, RowsInPlace
-from moelink.output import ArenaLayout, Blank, DispatchHandle, DispatchOutput, OutputShape, made, shape_of_outputs
+from moelink.output import (
+    ArenaLayout,
+    Blank,
+    DispatchHandle,
+    DispatchOutput,
+    OutputShape,
+    made,
+    shape_of_outputs,
+    version_of,
+)
 from moelink.transports.symmetric.notes import NotesLayout, SymmetricNotes
 from moelink.transports.symmetric.rank import Rank
 
@@ -203,6 +213,18 @@ class Received:
             ids_version=self.version, first_id=plan.first_id, absent=self.absent,
             carrier=self.carrier,
         )  # fmt: skip
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Received:
+        """Return a source of the same plan with tensors of its own, of ids that are as unchanged as these are."""
+        memory, ids, weights, again, carrier = copy.deepcopy(
+            (self.memory, self.ids, self.weights, self.again, self.carrier), memo
+        )
+        version = self.version
+        if version is not None:
+            version = version_of(ids) if version_of(self.ids) == version else -1  # which is no tensor's
+        other = type(self)(self.plan, self.owner, memory, ids, weights, version, again, self.absent)
+        other.carrier = carrier
+        return other
 
     @property
     def part(self) -> Callable[[Tensor, Tensor], Received]:
