@@ -385,8 +385,10 @@ class Rank:
             PeerTimeoutError: a peer has reported a failure, and this rank's kernels did not end after that.
         """
         streams = {stream for stream in (self.stream, self._latest) if stream is not None}
-        if self.stream is not None and not torch.cuda.is_current_stream_capturing():
-            streams.add(torch.cuda.current_stream(self.device))
+        if self.stream is not None:
+            with torch.cuda.device(self.device):
+                if not torch.cuda.is_current_stream_capturing():
+                    streams.add(torch.cuda.current_stream())
         for stream in streams:
             if not self.workspace.inter_node_ranks:
                 stream.synchronize()
