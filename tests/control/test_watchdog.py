@@ -91,7 +91,7 @@ def test_a_stream_that_never_ends_is_given_up_once_a_peer_has_reported_a_failure
     """A put waits in NVSHMEM's queue, and no kernel of this rank can write its error record."""
     reported = moelink.UndeliveredError(rank=0, peer=2, phase="combine", call=4, expected=4, node=1)
     rank = SimpleNamespace(
-        stream=SimpleNamespace(query=lambda: False), _latest=None, config=SimpleNamespace(timeout=0.1),
+        _streams=lambda: [SimpleNamespace(query=lambda: False)], config=SimpleNamespace(timeout=0.1),
         workspace=SimpleNamespace(inter_node_ranks=2), poisoned=False, errors=SimpleNamespace(reported=reported),
     )  # fmt: skip
     rank._has_failed = lambda: Rank._has_failed(rank)  # type: ignore[arg-type]

@@ -209,8 +209,9 @@ def test_pairs_are_a_matrix_that_fits_the_terminal(
     assert [problem.where for problem in problems] == ["ranks 1 and 6"]
     said = StringIO()
     console = Console(file=said, width=width, force_terminal=True)
-    grid = command.pairs_table(console, found, problems)
-    console.print(grid)
+    shown = command.pairs_table(console, found, problems)
+    console.print(shown)
+    grid = shown.renderables[0]
     assert max(len(line) for line in ESCAPE.sub("", said.getvalue()).splitlines()) <= width
     assert "…" not in said.getvalue()
     assert [str(column.header) for column in grid.columns][1 : len(names) + 1] == names

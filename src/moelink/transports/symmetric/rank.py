@@ -384,18 +384,22 @@ class Rank:
         Raises:
             PeerTimeoutError: a peer has reported a failure, and this rank's kernels did not end after that.
         """
-        streams = {stream for stream in (self.stream, self._latest) if stream is not None}
-        if self.stream is not None:
-            with torch.cuda.device(self.device):
-                if not torch.cuda.is_current_stream_capturing():
-                    streams.add(torch.cuda.current_stream())
-        for stream in streams:
+        for stream in self._streams():
             if not self.workspace.inter_node_ranks:
                 stream.synchronize()
             elif not wait_for_device(stream.query, self._has_failed, self.config.timeout) and not self.poisoned:
                 reported = self.errors.reported
                 assert reported is not None
                 raise reported.with_traceback(None)
+
+    def _streams(self) -> set[torch.cuda.Stream]:
+        """Return the streams that may have kernels of this rank."""
+        streams = {stream for stream in (self.stream, self._latest) if stream is not None}
+        if self.stream is not None:
+            with torch.cuda.device(self.device):
+                if not torch.cuda.is_current_stream_capturing():
+                    streams.add(torch.cuda.current_stream())
+        return streams
 
     def _has_failed(self) -> bool:
         """Return whether a failure is known, here or at a peer that reported it."""
