@@ -33,7 +33,7 @@ BUDGET = {
     "rows": 3096,
     "transports": 2023,
     "transports/collective": 1829,
-    "transports/symmetric": 2240,
+    "transports/symmetric": 2268,
     "contract": 2420,
     "ops": 1971,
     "nn": 4694,
