@@ -138,7 +138,7 @@ OF_MEMBERSHIPS = (
            "direct = is_intra_node(r, ctx.me, S) | lacks_relay(ctx.control, ctx.me, r, S)", "direct = is_intra_node(r, ctx.me, S)",
            _FAR),
     Mutant("rows of masked ranks are waited for after a refusal", "kernels/sync/quiesce.py",
-           "tl.minimum((tl.maximum(heads, 0) & 0xFFFFFFFF) >> 4,", "tl.minimum((heads & 0xFFFFFFFF) >> 4,",
+           "status = tl.maximum(status, 0)", "status = tl.maximum(status, -1)",
            _FAR_REFUSED),
     Mutant("replicas on masked ranks are chosen", "nn/placement.py",
            "there or places for there, places", "places for there, places",

@@ -148,9 +148,8 @@ def beside_status(received, control, me, call, status, S: tl.constexpr):
 
 @triton.jit
 def _messages_of(heads, S: tl.constexpr):
-    """Return how many messages' rows come by ``heads``, words of combine_status [ranks]. It need not be true. Of masked
-    ranks, whose words are below 0, come none."""
-    return tl.minimum((tl.maximum(heads, 0) & 0xFFFFFFFF) >> 4, S.MAX_TOKENS).to(tl.int32)
+    """Return how many messages' rows come by ``heads``, words of combine_status [ranks]. It need not be true."""
+    return tl.minimum((heads & 0xFFFFFFFF) >> 4, S.MAX_TOKENS).to(tl.int32)
 
 
 @triton.jit
@@ -327,6 +326,7 @@ def _wait_for_what_heads_say(ctx, S: tl.constexpr):
     report_failure(ok, ctx, source, _COMBINE, ctx.call, got, S)
     if ok > 0:
         status = tl.load((mine + S.OFFSET_COMBINE_STATUS).to(I64) + r, mask=mask, other=0)
+        status = tl.maximum(status, 0)  # below 0 are those of masked ranks, of which no rows come
         messages = _messages_of(status, S)
         if S.TWO_LEVEL:
             messages = tl.where(is_intra_node(r, ctx.me, S) | lacks_relay(ctx.control, ctx.me, r, S), messages, 0)
