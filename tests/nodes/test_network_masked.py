@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from moelink.errors import UnsupportedError
 from moelink.memory import NetworkProxy, create_all
+from moelink.ops import changes
 from moelink.testing import run_ranks
 from moelink_testing.network import Cut, NetworkFaults
 from tests.nodes import network_ranks
@@ -91,3 +95,15 @@ def test_nvshmem_masks_no_rank() -> None:
     with pytest.raises(UnsupportedError, match="on_failure='mask': expected a network that goes on .* got NVSHMEM"):
         choose_transport(sizes, [torch.device("cuda", 0)])
     assert choose_transport(sizes, [torch.device("cpu")]) == "symmetric"
+
+
+def test_mask_and_admit_are_refused_over_nvshmem_before_anything_is_sent() -> None:
+    sizes = config(2, ranks_per_node=1, transport="symmetric")
+    session = SimpleNamespace(
+        require_open=lambda what: None, configs=[sizes], devices=[torch.device("cuda", 0)], detector=object()
+    )
+    lanes: Any = SimpleNamespace(contexts=[SimpleNamespace(session=session)])
+    with pytest.raises(UnsupportedError, match="mask: expected a network that goes on .* got NVSHMEM"):
+        changes.mask(lanes, [1])
+    with pytest.raises(UnsupportedError, match="admit: expected ranks of one node .* masked but not admitted"):
+        changes.admit(lanes, [1], None)
