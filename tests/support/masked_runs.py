@@ -35,11 +35,6 @@ class Form:
     masked: tuple[int, ...] = (1,)
 
 
-def of_nodes(node: int, world: int, *masked: int, **options: Any) -> Form:
-    """Return the form of nodes of ``node`` ranks."""
-    return Form((("transport", "symmetric"), ("ranks_per_node", node), *options.items()), world, masked)
-
-
 class Ranks:
     """The ranks of a communicator but the masked ones, in blocks that know of them."""
 
