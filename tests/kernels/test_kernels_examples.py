@@ -34,7 +34,7 @@ from moelink.kernels.records import (
 from moelink.kernels.sync import ll_words as tagged
 from moelink.kernels.sync import quiesce, signals
 from moelink.memory import connect, create_all
-from moelink.memory.protocol import CODE_TIMEOUT, PHASE_DISPATCH
+from moelink.memory.protocol import CODE_TIMEOUT, PHASE_DISPATCH, SOME_MASKED, STATUS_OF_NOBODY
 from moelink.memory.workspace import Workspace
 from moelink.transports.base import DispatchRequest
 from tests.support.patience import HANG
@@ -348,6 +348,27 @@ def test_ids_past_a_masked_relay_count_over_all_ranks(first, local):
     _ids_past_a_relay[(1,)](out, ids, 6, _Numbers(2, 0, first_expert=first), S=spec)
     assert ids[0] == -8
     assert out.tolist() == [local, -1, 1, 0]
+
+
+@triton.jit
+def _beside_status(out, received, control, status, S: tl.constexpr):
+    tl.store(out + tl.arange(0, 4), quiesce.beside_status(received, control, 3, 1, status, S))
+
+
+@pytest.mark.parametrize("status, told", [(0, [3, 2, 0, 4]), (1, [5, 5, 5, 5])])
+def test_heads_tell_of_rows_past_a_masked_relay(status, told):
+    """Of nodes of two, rank 2 is masked. Rank 3 tells rank 0 of the rows that go there directly, and its peer, rank 1,
+    of those of its node."""
+    block, received = torch.zeros(64, dtype=torch.int64), torch.zeros(16, dtype=torch.int32)
+    block[SOME_MASKED], block[40 + 2] = 1, STATUS_OF_NOBODY
+    received[0:8:2], received[10] = torch.tensor([3, 1, 0, 4], dtype=torch.int32), 2
+    spec = SimpleNamespace(
+        TWO_LEVEL=True, NETWORK="ring", WORLD_SIZE=4, WORLD_SIZE_POW2=4, NODE_SIZE=2, NODES=2, MAX_TOKENS=5,
+        OFFSET_CONTROL=0, OFFSET_COMBINE_STATUS=320, SENDS_SUMS=True, LAMPORT_TOKENS=0,
+    )  # fmt: skip
+    out = torch.zeros(4, dtype=torch.int64)
+    _beside_status[(1,)](out, received, block, status, S=spec)
+    assert (out // 16).tolist() == told
 
 
 @pytest.mark.parametrize("programs", [1, 3, 4, 9, 50])
