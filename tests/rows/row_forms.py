@@ -58,6 +58,7 @@ def row_forms() -> Iterator[RowForm]:
         ("scale rows", SCALE_ROWS, (of_work, of_slot, of_one_row), {}, run_scale_rows),
         ("grouped fp8", GROUPED, (), GROUPED_MEETS, run_grouped),
         ("choose", CHOOSE, (of_groups,), {}, run_choose),
+        ("choose's gradient", CHOOSE_GRADIENT, (), {}, run_choose_gradient),
     ):
         for row in covering_rows(switches, rules, meets=meets):
             for number, (kernel, spec) in enumerate(launches_of(launch, row)):
@@ -229,6 +230,9 @@ CHOOSE = {
     "bias": BOOLEAN,
     "gpu": ("sm_90", "gfx942"),
 }
+
+
+CHOOSE_GRADIENT = {name: CHOOSE[name] for name in ("experts", "topk", "scoring", "renormalize", "gpu")}
 
 
 def of_groups(groups: int, score: str) -> bool:
