@@ -142,7 +142,7 @@ OF_MEMBERSHIPS = (
            _FAR_REFUSED),
     Mutant("a rank that refuses leaves home waiting past a masked relay", "kernels/combine/heads.py",
            "        in_two_levels(raise_flags_past, (ctx, d), S)\n", "",
-           _FAR_REFUSED.replace("levels-1", "apart-3")),
+           "nodes/test_protocol_masked_nodes.py::test_a_home_hears_of_a_refusal_past_a_masked_relay[few]"),
     Mutant("heads do not tell of rows past a masked relay", "kernels/sync/quiesce.py",
            "rows_come = peer | is_intra_node(r, me, S) | lacks_relay(control, r, me, S)", "rows_come = peer | is_intra_node(r, me, S)",
            "kernels/test_kernels_examples.py::test_heads_tell_of_rows_past_a_masked_relay"),

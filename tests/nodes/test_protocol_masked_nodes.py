@@ -41,7 +41,7 @@ def test_calls_go_on_without_masked_ranks(form: str, seeds: range) -> None:
         check_calls(FORMS[form], seed)
 
 
-WRONG = [("levels", 1), ("levels", 3), ("apart", 3), ("one_level", 3), ("levels_wide", 1)]
+WRONG = [("levels", 1), ("levels", 3), ("one_level", 3), ("levels_wide", 1)]
 """Forms, and a rank that takes part."""
 
 
@@ -50,6 +50,12 @@ WRONG = [("levels", 1), ("levels", 3), ("apart", 3), ("one_level", 3), ("levels_
 def test_refusals_name_a_rank_that_takes_part(form: str, odd: int, seeds: range) -> None:
     for seed in seeds:
         check_refusals(FORMS[form], odd, seed)
+
+
+@seeds(1, 8)
+def test_a_home_hears_of_a_refusal_past_a_masked_relay(seeds: range) -> None:
+    for seed in seeds:
+        check_refusals(FORMS["apart"], 3, seed)
 
 
 @pytest.mark.full("the refusals above meet the same waits; kernels/test_protocol_masked.py has a mismatch on one node")
