@@ -392,13 +392,13 @@ class Rank:
                 assert reported is not None
                 raise reported.with_traceback(None)
 
-    def _streams(self) -> set[torch.cuda.Stream]:
-        """Return the streams that may have kernels of this rank."""
-        streams = {stream for stream in (self.stream, self._latest) if stream is not None}
-        if self.stream is not None:
+    def _streams(self) -> list[torch.cuda.Stream]:
+        """Return the streams that may have kernels of this rank; one may come twice."""
+        streams = [stream for stream in (self.stream, self._latest) if stream is not None]
+        if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 if not torch.cuda.is_current_stream_capturing():
-                    streams.add(torch.cuda.current_stream())
+                    streams.append(torch.cuda.current_stream())
         return streams
 
     def _has_failed(self) -> bool:
