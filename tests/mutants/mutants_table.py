@@ -13,6 +13,7 @@ leaves a program which runs, and the narrowest test that must fail;
 from __future__ import annotations
 
 from tests.mutants.mutants_of_bench import OF_BENCH
+from tests.mutants.mutants_of_contract import OF_CONTRACT
 from tests.mutants.mutants_of_control import OF_CONTROL
 from tests.mutants.mutants_of_counting import OF_COUNTING
 from tests.mutants.mutants_of_dependent_launches import OF_DEPENDENT_LAUNCHES
@@ -25,6 +26,7 @@ from tests.mutants.mutants_of_training import OF_TRAINING
 
 MUTANTS = (
     *OF_KERNELS,
+    *OF_CONTRACT,
     *OF_LEVELS,
     *OF_OWN_ROWS,
     *OF_COUNTING,
