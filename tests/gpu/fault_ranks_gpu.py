@@ -229,8 +229,8 @@ def leaves_and_returns(process: int, processes: int, most: int, place: str, port
 
 
 def taken_without_torch() -> int:
-    """Bytes of the current device that are taken, whoever took them, but for those of torch's allocator: it keeps room
-    for outputs of calls."""
+    """Bytes of the current device that all processes have taken, without those of this process's torch allocator, which
+    keeps room for outputs of calls."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 

@@ -144,7 +144,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """A combine. ``carrier`` makes the result depend on dispatch's output whatever the experts do."""
+    """A combine. ``carrier`` makes the result depend on dispatch's output, also if the experts do not."""
 
     @staticmethod
     def forward(

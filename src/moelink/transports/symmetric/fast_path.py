@@ -21,7 +21,7 @@ the work of :meth:`Session.within` in their lines and make no request, because e
 host time.
 
 Gradients travel over the routing of a dispatch that another communicator may have made (:mod:`moelink.ops.nodes`): rows
-that are summed without weights, and rows of a dispatch again. Their calls are of this path whatever their kind is.
+that are summed without weights, and rows of a dispatch again. Calls of every kind of these take this path.
 """
 
 from __future__ import annotations
