@@ -93,9 +93,7 @@ class _Dispatch(torch.autograd.Function):
         given = None if weights is None else weights.detach()  # what an output holds must not hold the graph
         output = path.dispatch(x, ids, given, max_tokens)
         if output is None:
-            request = DispatchRequest(x, ids, given, max_tokens=max_tokens)
-            (output,) = context.session.call([request], fused=True).wait()
-            path.learn(request, output)
+            output = path.ordinary(DispatchRequest(x, ids, given, max_tokens=max_tokens))
         made.append(output)
         source = output.__dict__["_source"]
         row_weights = None
@@ -153,9 +151,7 @@ class _Combine(torch.autograd.Function):
         context, path = call
         out = path.combine(y, recv)
         if out is None:
-            request = CombineRequest(y, recv)
-            (out,) = context.session.call([request], fused=True).wait()
-            path.learn(request, out)
+            out = path.ordinary(CombineRequest(y, recv))
         source = recv.__dict__["_source"]
         ctx.context, ctx.received, ctx.y_dtype = context, source.part, y.dtype
         ctx.weighted = source.weights is not None

@@ -231,6 +231,9 @@ class FastPath(Protocol):
     def combine(self, y: Tensor, recv: DispatchOutput) -> Tensor | None:
         """Make a combine without options."""
 
+    def ordinary(self, request: CallRequest) -> Any:
+        """Make an ordinary call without options, and learn its kind."""
+
     def learn(self, request: CallRequest, result: Any) -> None:
         """Note the kind of an ordinary call without options that was made, with its result."""
 

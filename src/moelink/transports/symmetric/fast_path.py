@@ -277,7 +277,7 @@ class SymmetricFastPath:
         y_at, ids_at = self._address(y), self._address(received.ids)
         if prepared is not None and y_at >= 0 and ids_at >= 0 and self._is_quick():
             return self._make("combine", received, prepared, (y, y_at, received, ids_at, 0, received))  # type: ignore[no-any-return]
-        return self._ordinary(CombineRequest(y, self._over(received), weigh=False))  # type: ignore[no-any-return]
+        return self.ordinary(CombineRequest(y, self._over(received), weigh=False))  # type: ignore[no-any-return]
 
     def rows_again(self, x: Tensor, received: Received) -> Tensor:
         """Make a dispatch of tokens over the routing of a dispatch of the same ranks, and return its rows."""
@@ -286,7 +286,7 @@ class SymmetricFastPath:
         if prepared is not None and x_at >= 0 and ids_at >= 0 and self._is_quick():
             rows, _ = self._make("dispatch", received, prepared, (x, x_at, received, ids_at))
             return rows  # type: ignore[no-any-return]
-        return self._ordinary(DispatchRequest(x, received.ids, routing=self._over(received))).tokens  # type: ignore[no-any-return]
+        return self.ordinary(DispatchRequest(x, received.ids, routing=self._over(received))).tokens  # type: ignore[no-any-return]
 
     def _is_quick(self) -> bool:
         # Prepared calls are those of kernels that do not stamp.
@@ -309,8 +309,8 @@ class SymmetricFastPath:
         finally:
             session.guard.leave()
 
-    def _ordinary(self, request: CallRequest) -> Any:
-        """Make an ordinary call, and learn its kind."""
+    def ordinary(self, request: CallRequest) -> Any:
+        """Make an ordinary call without options, and learn its kind."""
         (out,) = self._session.call([request], fused=True).wait()
         self.learn(request, out)
         return out
