@@ -12,6 +12,7 @@ from moelink.errors import UnsupportedError
 from moelink.memory import NetworkProxy, create_all
 from moelink.ops import changes
 from moelink.testing import run_ranks
+from moelink.transports.build import choose_transport, refuse_nvshmem
 from moelink_testing.network import Cut, NetworkFaults
 from tests.nodes import network_ranks
 from tests.nodes.test_nodes import config, entry
@@ -89,8 +90,6 @@ def test_what_cannot_be_between_nodes_is_refused_by_name() -> None:
 
 
 def test_nvshmem_masks_no_rank() -> None:
-    from moelink.transports.build import choose_transport
-
     sizes = config(2, ranks_per_node=1, transport="symmetric", on_failure="mask")
     with pytest.raises(UnsupportedError, match="on_failure='mask': expected a network that goes on .* got NVSHMEM"):
         choose_transport(sizes, [torch.device("cuda", 0)])
@@ -107,3 +106,7 @@ def test_mask_and_admit_are_refused_over_nvshmem_before_anything_is_sent() -> No
         changes.mask(lanes, [1])
     with pytest.raises(UnsupportedError, match="admit: expected ranks of one node .* masked but not admitted"):
         changes.admit(lanes, [1], None)
+
+
+def test_nvshmem_is_no_reason_where_nothing_travels() -> None:
+    refuse_nvshmem("mask", config(2, ranks_per_node=1, transport="symmetric", mode="allreduce"), torch.device("cuda", 0))

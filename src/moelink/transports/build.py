@@ -244,12 +244,13 @@ def refuse_newcomers(what: str, config: EPConfig) -> None:
 
 
 def refuse_nvshmem(what: str, config: EPConfig, device: torch.device) -> None:
-    """Refuse ``what``, which masks ranks, on the symmetric transport between nodes of CUDA devices.
+    """Refuse ``what``, which masks ranks, on the symmetric transport between nodes of CUDA devices, where rows travel.
 
     NVSHMEM allocates memory with all processes of the job, so the ranks that go on get no new blocks, and it has no way
     to keep a stopped rank's puts out of the old ones. It also ends the job if a connection fails.
     """
-    if config.transport == "symmetric" and config.node_size < config.world_size and device.type == "cuda":
+    travels = config.mode == "alltoall" and config.node_size < config.world_size
+    if travels and config.transport == "symmetric" and device.type == "cuda":
         raise UnsupportedError(
             f"{what}: expected a network that goes on without some of its ranks, got NVSHMEM between nodes of "
             f"{config.node_size} ranks, which allocates memory with all processes of the job only; use "
