@@ -125,7 +125,10 @@ class ForkedError(StateError):
 
 
 class ForeignHandleError(StateError):
-    """``recv`` belongs to another communicator, or to another rank of it. Recover: pass this rank's own ``recv``."""
+    """``recv`` belongs to another communicator, or to another rank of it. Recover: pass this rank's own ``recv``.
+
+    Likewise if ranks were masked or admitted since its dispatch, also in a backward: repeat the step.
+    """
 
 
 class PendingError(StateError):

@@ -246,6 +246,31 @@ def bound_calls_stay(rank: int, processes: int, port: int) -> list[int]:
     return sums
 
 
+def backwards_of_before(rank: int, processes: int, port: int) -> list[str]:
+    """After a mask, backwards over forwards of before it are refused, with operators and without. A step that is
+    repeated has its gradients."""
+    ep, store = opened(rank, 3, port, transport="symmetric")
+    d, before, refused = data(rank), [], []
+    x = d.x.clone().requires_grad_()
+    for has_nodes in (False, True):
+        ep._context.has_nodes = has_nodes
+        recv = ep.dispatch(x, d.topk_ids)
+        before += [ep.combine(recv.tokens.detach().requires_grad_(), recv), recv.tokens]
+    gathered(store, "about to mask", range(3), rank)
+    if rank != 1:
+        ep.mask([1])
+        for result in before:
+            with pytest.raises(moelink.ForeignHandleError) as caught:
+                result.sum().backward()
+            refused.append(str(caught.value).split(":")[0])
+        recv = ep.dispatch(x, d.topk_ids)
+        ep.combine(recv.tokens, recv).sum().backward()
+        there = (d.topk_ids >= 0) & ~ep.absent_experts[d.topk_ids.clamp(min=0).long()]
+        torch.testing.assert_close(x.grad, there.sum(1, keepdim=True).expand_as(x).to(x.dtype), rtol=0, atol=0)
+    ep.close()
+    return refused
+
+
 def grown(process: int, processes: int, port: int, transport: str, began: int) -> list[int]:
     """``began`` ranks of 4 make a communicator. The others, spare ones at first, join one after the other; rank 0
     leaves, and comes back."""

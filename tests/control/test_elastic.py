@@ -86,6 +86,11 @@ def test_bound_calls_go_on_at_the_same_addresses(run: Any) -> None:
     assert first[2] + last[2] > 0
 
 
+def test_a_backward_over_a_forward_of_before_a_mask_is_refused() -> None:
+    refused = 2 * ["combine (backward)", "dispatch (backward)"]
+    assert run(elastic_ranks.backwards_of_before, 3) == [refused, [], refused]
+
+
 @pytest.mark.parametrize(
     "run, transport, began",
     [(run, "collective", 2), (run, "symmetric", 2), (run, "symmetric", 1), (run_over_devices, "symmetric", 1)],

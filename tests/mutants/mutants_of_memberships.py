@@ -20,6 +20,7 @@ _NEWCOMER = (
 _BOUND = "control/test_elastic.py::test_bound_calls_go_on_at_the_same_addresses[run]"
 _SEEDS = "control/test_elastic.py::test_every_schedule_ends_with_the_sums_of_the_experts_present[few]"
 _DROPPED = "transports/test_dropped.py::{}"
+_BEFORE = "control/test_elastic.py::test_a_backward_over_a_forward_of_before_a_mask_is_refused"
 _FAR = "nodes/test_protocol_masked_nodes.py::test_calls_go_on_without_masked_ranks[apart-few]"
 _FAR_REFUSED = "nodes/test_protocol_masked_nodes.py::test_refusals_name_a_rank_that_takes_part[levels-1-few]"
 _PUTS = "nodes/test_network_masked.py::{}"
@@ -103,7 +104,22 @@ OF_MEMBERSHIPS = (
            _DEATH),
     Mutant("calls that were prepared before a mask stay", "lifetime.py",
            "            ep._fast_path = ep._session.fast_path()\n", "            pass\n",
-           "control/test_elastic.py::test_every_schedule_of_the_symmetric_transport[few]"),
+           _BEFORE),
+    Mutant("the backward of a dispatch runs over a forward of before a mask", "ops/nodes.py",
+           'raise earlier_forward("dispatch (backward)")', "pass",
+           _BEFORE),
+    Mutant("the backward of a combine runs over a forward of before a mask", "ops/nodes.py",
+           'raise earlier_forward("combine (backward)")', "pass",
+           _BEFORE),
+    Mutant("operators run a backward over a forward of before a mask", "ops/context.py",
+           "        if context.name != name:\n", "        if False:\n",
+           _BEFORE),
+    Mutant("a mask leaves an operator's name", "ops/context.py",
+           "        self.name = REGISTRY.add(self, self.config)\n\n    def _plan", "\n    def _plan",
+           _BEFORE),
+    Mutant("a graph runs a backward over a forward of before a mask", "ops/library.py",
+           'context = REGISTRY.find_latest(communicator, "combine (backward)")', 'context = REGISTRY.find(communicator, "combine (backward)")',
+           "ops/test_ops_compile.py::test_a_compiled_backward_over_a_forward_of_other_ranks_is_refused"),
     Mutant("bound calls go on in the old block", "transports/build.py",
            "        renewal.commit()", "        renewal.discard()",
            _BOUND),

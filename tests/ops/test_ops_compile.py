@@ -99,6 +99,21 @@ def test_layers_that_are_compiled_apart_run_one_after_the_other() -> None:
         same(train(layers, layers, x), want, "aot_eager")
 
 
+def test_a_compiled_backward_over_a_forward_of_other_ranks_is_refused() -> None:
+    """Its graph knows the forward by a name. Once the ranks have changed, a new graph is compiled."""
+    torch._dynamo.reset()
+    with one_rank() as ep:
+        layer = Layer(ep)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        x = torch.randn(T, H, dtype=torch.bfloat16)
+        want = train(layer, compiled, x)
+        before = compiled(x)
+        ep._context.change(ep._context.world)
+        with pytest.raises(moelink.ForeignHandleError, match=r"combine \(backward\): expected a forward with the ranks"):
+            before.sum().backward()
+        same(train(layer, compiled, x), want, "aot_eager")
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_other_options_compile(options: dict[str, Any]) -> None:
     torch._dynamo.reset()

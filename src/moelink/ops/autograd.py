@@ -102,7 +102,7 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        context = REGISTRY.find(ctx.communicator, "dispatch (backward)")
+        context = REGISTRY.find_latest(ctx.communicator, "dispatch (backward)")
         static, hidden = context.static, context.config.hidden_size
         topk_ids, local_ids, *record = ctx.saved_tensors
         rows = weights = None
@@ -202,7 +202,7 @@ def _weighted_sum_backward(
     record: list[Tensor],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute the gradients of y, of the rows' weights, and of combine's ``topk_weights``."""
-    static = REGISTRY.find(ctx.communicator, "combine (backward)").static
+    static = REGISTRY.find_latest(ctx.communicator, "combine (backward)").static
     row_offsets, src_info = record[:2]
     d, home = library.without_gradient(
         library.combine_backward, _saved_unchecked(ctx.order), grad, topk_weights, topk_ids, record, ctx.communicator

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.control.group import World
-from moelink.errors import ClosedError
+from moelink.errors import ClosedError, ForeignHandleError
 from moelink.ops.gradient_communicators import GradientCommunicators
 from moelink.ops.record import MAX_PARTS, OWN_PARTS, PackedPlan, allocate, count_parts, pack, pack_call, unpack
 from moelink.output import DispatchHandle, DispatchOutput, OutputShape
@@ -128,7 +128,7 @@ class OperatorContext:
         static: the fixed values, as constants for a tracer.
         world: this rank among its peers.
         has_nodes: calls without options may record gradients by :mod:`moelink.ops.nodes`.
-        name: the name by which operators find it in :data:`REGISTRY`.
+        name: the name by which operators find it in :data:`REGISTRY`, another one after each change of the ranks.
         slots: [topk] int64, the numbers of a token's slots.
         order: the tensor that its operators declare to write (:mod:`moelink.ops.library`).
     """
@@ -262,6 +262,7 @@ class OperatorContext:
         self.gradients.close()
         self.world, self.gradients = world, GradientCommunicators(self.session, world)
         self.static = dataclasses.replace(self.static, owner=self.session.identity)
+        self.name = REGISTRY.add(self, self.config)
 
     def _plan(self, flat: Sequence[Tensor], routing: DispatchOutput | None) -> Any:
         static = self.static
@@ -337,6 +338,17 @@ class OperatorContext:
         return dataclasses.replace(recv, handle=dataclasses.replace(recv.handle, routing=plan))
 
 
+def earlier_forward(what: str) -> ForeignHandleError:
+    """Return the error of a backward over a forward that was made before the ranks changed.
+
+    Peers are not told of it: those that made the forward raise the same error, and newcomers make no such backward.
+    """
+    return ForeignHandleError(
+        f"{what}: expected a forward with the ranks that take part now, got one of before mask or admit; repeat the step "
+        "from its first dispatch"
+    )
+
+
 class Registry:
     """Contexts of open communicators by name, and the tensor that orders their operators.
 
@@ -345,7 +357,8 @@ class Registry:
 
     A name is the communicator's number in this process and a digest of its configuration. It is part of compiled
     graphs. It must be the same when a program runs again, or no compilation cache would hit; and it must differ when
-    sizes differ, or a cached graph for other sizes would hit.
+    sizes differ, or a cached graph for other sizes would hit. When the ranks change (:mod:`moelink.ops.changes`) a
+    context gets a further name: a backward has the name of its forward, so one of before the change is found out.
     """
 
     def __init__(self) -> None:
@@ -365,6 +378,13 @@ class Registry:
         context = self._contexts.get(name)
         if context is None:
             raise ClosedError(what)
+        return context
+
+    def find_latest(self, name: str, what: str) -> OperatorContext:
+        """Find as :meth:`find`; raise ForeignHandleError if its ranks have changed since ``name`` was given."""
+        context = self.find(name, what)
+        if context.name != name:
+            raise earlier_forward(what)
         return context
 
     def order(self, device: torch.device) -> Tensor:

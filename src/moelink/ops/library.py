@@ -187,7 +187,7 @@ def _dispatch_backward(
     communicator: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of ``rows`` by token, and those of ``row_weights`` [rows, topk]; empty for None."""
-    context = REGISTRY.find(communicator, "dispatch (backward)")
+    context = REGISTRY.find_latest(communicator, "dispatch (backward)")
     dx = topk_ids.new_empty(0, dtype=context.static.combine_dtype)
     dweights = topk_ids.new_empty(0, dtype=context.static.weight_dtype)
     if rows is not None:
@@ -230,7 +230,7 @@ def _combine_backward(
     communicator: str,
 ) -> tuple[Tensor, Tensor]:
     """Return each row's token (undefined past the last offset) and its weight of ``topk_weights`` (empty without)."""
-    context = REGISTRY.find(communicator, "combine (backward)")
+    context = REGISTRY.find_latest(communicator, "combine (backward)")
     session = context.gradients.rows()
     routing = context.restore(record, topk_ids=topk_ids, session=session)
     request = DispatchRequest(tokens, topk_ids, topk_weights, routing=routing)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moelink.ops.autograd import by_slot
+from moelink.ops.context import earlier_forward
 from moelink.output import DispatchOutput, carrier_of
 from moelink.rows import eager
 from moelink.rows.scale_rows import cast_rows, row_gradients, without_tail, zero_rows
@@ -117,6 +118,8 @@ class _Dispatch(torch.autograd.Function):
     @eager.once_differentiable
     def backward(ctx: Any, rows: Tensor | None, weights: Tensor | None) -> tuple[Tensor | None, ...]:
         context, received = ctx.context, ctx.received(*ctx.saved_tensors)
+        if received.owner != context.static.owner:
+            raise earlier_forward("dispatch (backward)")
         gradients, static = context.gradients, context.static
         wants_rows, wants_weights = ctx.needs_input_grad[:2]
         dx = dweights = None
@@ -162,11 +165,13 @@ class _Combine(torch.autograd.Function):
     @eager.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         memory, ids, y, weights = ctx.saved_tensors
-        received, gradients = ctx.received(memory, ids), ctx.context.gradients
+        received, context = ctx.received(memory, ids), ctx.context
+        if received.owner != context.static.owner:
+            raise earlier_forward("combine (backward)")
         if weights is None and ctx.weighted:
             weights = received.field("weights")
         row_offsets = received.field("row_offsets")
-        d = gradients.path(gradients.rows()).rows_again(grad.contiguous(), received)
+        d = context.gradients.path(context.gradients.rows()).rows_again(grad.contiguous(), received)
         dy, dw = row_gradients(
             d, row_offsets, y=y, weights=weights, dtype=ctx.y_dtype if ctx.needs_input_grad[0] else None
         )
