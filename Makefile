@@ -140,9 +140,11 @@ carried-megatron: build/megatron  ## build/carried-megatron: what upstream-megat
 	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 megatron-core==0.16.1 six regex packaging pyyaml tqdm \
 	  pydantic==2.14.4 pydantic-core==2.50.5 annotated-types typing-inspection pytest==9.2.0 pluggy iniconfig pygments
 
-upstream-sglang: build/sglang  ## SGLang's own tests with moelink's plugin on, on CPUs
-	cd build/sglang && PYTHONPATH=$(CURDIR)/tests/integrations/sglang $(call PYTHON_OF,.venv-sglang) -P -m $(UPSTREAM_PYTEST) \
-	  -p sglang_plugin $(SGLANG_TESTS:%=test/registered/unit/%.py)
+upstream-sglang: build/sglang  ## SGLang's own tests on CPUs, without moelink's plugin and with it; fails if one is worse with it
+	rm -f build/sglang-0.xml build/sglang-1.xml
+	for on in 0 1; do (cd build/sglang && MOELINK_SGLANG=$$on PYTHONPATH=$(CURDIR)/tests/integrations/sglang \
+	  $(call PYTHON_OF,.venv-sglang) -P -m $(UPSTREAM_PYTEST) -p sglang_plugin --junitxml=$(CURDIR)/build/sglang-$$on.xml \
+	  $(SGLANG_TESTS:%=test/registered/unit/%.py)); done; $(PYTHON) tests/integrations/outcomes.py build/sglang-0.xml build/sglang-1.xml
 
 upstream-vllm: build/vllm  ## vLLM's own tests of DeepEP v2, moelink in its place, on two GPUs; UPSTREAM_PYTHON has vLLM
 	cd build/vllm && PYTHONPATH=$(CURDIR)/build/vllm:$(CURDIR)/tests/integrations/vllm:$(CURDIR)/src $(call PYTHON_OF,.venv-vllm) -P \

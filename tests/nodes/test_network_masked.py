@@ -109,4 +109,5 @@ def test_mask_and_admit_are_refused_over_nvshmem_before_anything_is_sent() -> No
 
 
 def test_nvshmem_is_no_reason_where_nothing_travels() -> None:
-    refuse_nvshmem("mask", config(2, ranks_per_node=1, transport="symmetric", mode="allreduce"), torch.device("cuda", 0))
+    sizes = config(2, ranks_per_node=1, transport="symmetric", mode="allreduce")
+    refuse_nvshmem("mask", sizes, torch.device("cuda", 0))

@@ -109,7 +109,7 @@ def test_a_compiled_backward_over_a_forward_of_other_ranks_is_refused() -> None:
         want = train(layer, compiled, x)
         before = compiled(x)
         ep._context.change(ep._context.world)
-        with pytest.raises(moelink.ForeignHandleError, match=r"combine \(backward\): expected a forward with the ranks"):
+        with pytest.raises(moelink.ForeignHandleError, match=r"combine \(backward\): expected a forward"):
             before.sum().backward()
         same(train(layer, compiled, x), want, "aot_eager")
 

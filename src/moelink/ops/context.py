@@ -344,8 +344,8 @@ def earlier_forward(what: str) -> ForeignHandleError:
     Peers are not told of it: those that made the forward raise the same error, and newcomers make no such backward.
     """
     return ForeignHandleError(
-        f"{what}: expected a forward with the ranks that take part now, got one of before mask or admit; repeat the step "
-        "from its first dispatch"
+        f"{what}: expected a forward with the ranks that take part now, got one of before mask or admit; repeat the "
+        "step from its first dispatch"
     )
 
 
