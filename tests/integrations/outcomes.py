@@ -1,7 +1,8 @@
 """Compare the outcomes of a framework's own tests without moelink and with it.
 
-``python tests/integrations/outcomes.py WITHOUT WITH`` reads two files of pytest's ``--junitxml``. It fails if a test came
-out worse with moelink than without, or if none passed with it: a test that fails alike in both runs is the framework's.
+``python tests/integrations/outcomes.py WITHOUT WITH`` reads two files of pytest's ``--junitxml``. It fails if a test
+came out worse with moelink than without, or if none passed with it: a test that fails alike in both runs is the
+framework's.
 It needs no package, so that any environment's Python can run it.
 """
 

@@ -1,4 +1,4 @@
-"""A framework's own tests are compared: what fails with moelink alone is found, what fails without it as well is not."""
+"""Own tests of a framework are compared: one that fails with moelink alone is found, one that fails anyway is not."""
 
 from __future__ import annotations
 

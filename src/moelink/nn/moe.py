@@ -334,7 +334,7 @@ class MoE(BalancedLayer):
         tokens = x if x.dim() == 2 else x.reshape(-1, config.hidden_size)
         if not tokens.is_contiguous():
             tokens = tokens.contiguous()
-        present = _present(x, num_tokens, padding_mask)
+        present = present_tokens(x, num_tokens, padding_mask)
         if present is not None:
             # Zeros, not only ids of -1: the shared expert sees these rows too, and 0 * NaN would reach its gradients.
             tokens = tokens.where(present[:, None], 0)
@@ -436,8 +436,8 @@ class MoE(BalancedLayer):
             self.ep.close()
 
 
-def _present(x: Tensor, num_tokens: Tensor | None, padding_mask: Tensor | None) -> Tensor | None:
-    """Which rows of ``x`` are tokens, [T] bool; None for all."""
+def present_tokens(x: Tensor, num_tokens: Tensor | None, padding_mask: Tensor | None) -> Tensor | None:
+    """Return which rows of ``x`` are tokens, [T] bool; None for all."""
     present = None
     if padding_mask is not None:
         shape = list(x.shape[:-1])

@@ -93,7 +93,7 @@ class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         Args:
             x_TD: [tokens, hidden] of the configured dtype.
             topk_scores_TK: [tokens, top_k] router scores.
-            topk_expert_ids_TK: [tokens, top_k] expert ids.
+            topk_expert_ids_TK: [tokens, top_k] expert ids, -1 for none.
             num_local_tokens_per_expert_E: [experts] tokens of this rank for each expert; the counts have its dtype.
 
         Returns:
@@ -105,8 +105,12 @@ class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             UnsupportedError: under ``debug.spmd_typechecking``.
         """
         if self.ep is None:
+            # torchtitan's has a row for each id, so those of none become rows of expert 0 with a score of zero.
+            nobody = topk_expert_ids_TK < 0
+            counts = num_local_tokens_per_expert_E.clone()
+            counts[0] += nobody.sum()
             local: tuple[Tensor, Tensor, object] = LocalTokenDispatcher.dispatch(
-                self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
+                self, x_TD, topk_scores_TK.masked_fill(nobody, 0), topk_expert_ids_TK.clamp(min=0), counts
             )
             return local
         if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():

@@ -9,19 +9,22 @@ has its hidden size and token bound by then, so :func:`dispatcher` needs no argu
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
+from moelink.errors import UnsupportedError
 from moelink.integrations.versions import require
 
 require("torchtitan")  # before anything is registered with it
 
 from torchtitan.config import derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
-from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
 
 from moelink.integrations.torchtitan.dispatcher import MoelinkSelectiveAC, MoelinkTokenDispatcher
-from moelink.integrations.torchtitan.settings import resolve
+from moelink.integrations.torchtitan.moe import MoelinkMoE
+from moelink.integrations.torchtitan.settings import aux_loss_of, resolve
 
 
 def _replacement(cfg: Any, given: dict[str, Any]) -> MoelinkTokenDispatcher.Config:
@@ -82,6 +85,38 @@ def routed_experts(cfg: Any, **given: Any) -> Any:
     """
     sized = {**given, "hidden_dim": given.get("hidden_dim") or cfg.inner_experts.dim}
     return dataclasses.replace(cfg, token_dispatcher=dispatcher(cfg.token_dispatcher, **sized))
+
+
+@override(target=MoE.Config, description="moelink dispatch and combine, auxiliary losses, padding")  # type: ignore[untyped-decorator]
+def moe(cfg: Any, *, aux_loss: Mapping[str, Any] | None = None, **given: Any) -> Any:
+    """Replace a layer of experts by one with auxiliary losses and with padding, and its dispatcher by moelink's.
+
+    It replaces the configuration of the whole layer, so it cannot be combined with an override of a part of it.
+
+    Args:
+        cfg: the layer's configuration.
+        aux_loss: ``balance``, ``sequence``, ``z`` and ``over`` of :class:`moelink.nn.AuxLossConfig`, and ``scale``, by
+            which their gradient is multiplied: 1 / the backwards of a step, by default 1. None for no losses.
+        given: arguments of :func:`dispatcher`.
+
+    Raises:
+        ConfigError: as :func:`dispatcher`, or ``aux_loss`` has an unacceptable value.
+        UnsupportedError: the layer is of a model's own class.
+    """
+    if type(cfg) is not MoE.Config:
+        raise UnsupportedError(
+            f"moe: expected torchtitan's own layer, got the configuration {type(cfg).__qualname__}; use the override "
+            "dispatcher for this model"
+        )
+    losses, scale = aux_loss_of(aux_loss)
+    return derive(
+        cfg,
+        MoelinkMoE.Config,
+        routed_experts=routed_experts(cfg.routed_experts, **given),
+        aux_loss=losses,
+        aux_scale=scale,
+        timeout=given.get("timeout") or 60.0,
+    )
 
 
 @override(target=SelectiveAC.Config, description="selective checkpointing that keeps what moelink communicated")  # type: ignore[untyped-decorator]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import moelink
-from moelink.errors import ConfigError
+from moelink.errors import ArgumentError, ConfigError
 from moelink.integrations.settings import SharedCommunicators
+from moelink.nn import AuxLossConfig
 
 COMMUNICATORS = SharedCommunicators()
 close = COMMUNICATORS.close
@@ -31,6 +34,45 @@ _HIDDEN = (
     "the model's dim; pass hidden_dim to the override, use the override routed_experts, which reads it, or configure "
     "the model for moe_comm_backend='deepep', where torchtitan fills it in"
 )
+
+
+AUX_LOSS = ("balance", "sequence", "z", "over", "scale")
+"""What an override's ``aux_loss`` may have."""
+
+
+def aux_loss_of(given: Mapping[str, Any] | None) -> tuple[AuxLossConfig | None, float]:
+    """Return the losses of an override's ``aux_loss``, and by which their gradient is multiplied.
+
+    Raises:
+        ConfigError: there is no such field, or it has an unacceptable value.
+    """
+    fields = dict(given or {})
+    unknown = sorted({*fields} - {*AUX_LOSS})
+    if unknown:
+        raise ConfigError("aux_loss", f"fields of {', '.join(AUX_LOSS)}", unknown)
+    scale = fields.pop("scale", 1.0)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        raise ConfigError("aux_loss.scale", "a finite number > 0", scale)
+    return (None if given is None else AuxLossConfig(**fields)), float(scale)
+
+
+def set_padding_mask(model: torch.nn.Module, padding_mask: Tensor | None) -> None:
+    """Set which tokens are padding in all forwards of ``model`` from now on, and in their recomputations.
+
+    Padding is sent to no expert, counts in no auxiliary loss and no update of biases, and comes out of layers as zeros.
+
+    Args:
+        model: with layers of the override ``moe``.
+        padding_mask: [B, L] bool on the device, True for padding, of this rank's tokens; None for no padding.
+
+    Raises:
+        ArgumentError: no layer of ``model`` takes a mask.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "padding_mask")]
+    if not layers:
+        raise ArgumentError("model", "layers of the override moe", f"{type(model).__name__} without any")
+    for layer in layers:
+        layer.padding_mask = padding_mask  # type: ignore[assignment]
 
 
 def resolve(configured: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
