@@ -7,8 +7,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from moelink.errors import ConfigError, UnsupportedError
-from moelink.integrations.torchtitan.settings import init_arguments, resolve
+from moelink.errors import ArgumentError, ConfigError, UnsupportedError
+from moelink.integrations.torchtitan import set_padding_mask
+from moelink.integrations.torchtitan.settings import aux_loss_of, init_arguments, resolve
+from moelink.nn import AuxLossConfig
 
 DEEPEP = {"num_experts": 8, "top_k": 2, "hidden_dim": 64, "num_max_tokens_per_rank": 32, "cudagraphable": False}
 STANDARD = {"num_experts": 8, "top_k": 2}
@@ -42,6 +44,34 @@ def test_padding_and_dtype_of_the_replaced_dispatcher_are_kept() -> None:
     assert resolve({**DEEPEP, "dtype": torch.float32}, {})["dtype"] == "float32"
     assert resolve(DEEPEP, {"num_max_tokens_per_rank": 40})["num_max_tokens_per_rank"] == 40
     assert resolve({**DEEPEP, "non_blocking_capacity_factor": 1.0}, {})["capacity"] is None
+
+
+def test_losses_are_those_of_the_layer_and_a_scale() -> None:
+    assert aux_loss_of(None) == (None, 1.0)
+    given = {"balance": 0.01, "z": 1e-3, "over": "all"}
+    assert aux_loss_of(given) == (AuxLossConfig(**given), 1.0)
+    assert aux_loss_of({**given, "scale": 0.25}) == (AuxLossConfig(**given), 0.25)
+
+
+@pytest.mark.quick("each is a refusal of its own, in microseconds")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"load": 1}, r"aux_loss: expected fields of balance, sequence, z, over, scale, got \['load'\]"),
+        ({"z": 1, "group": None}, r"aux_loss: expected fields .*, got \['group'\]"),
+        ({"z": -1}, "aux_loss.z: expected a finite number >= 0, got -1"),
+        ({"scale": 1}, "aux_loss: expected a positive coefficient of balance, sequence, z"),
+        ({"z": 1, "scale": 0}, "aux_loss.scale: expected a finite number > 0, got 0"),
+    ],
+)
+def test_losses_that_there_are_not_are_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        aux_loss_of(given)
+
+
+def test_a_model_without_layers_that_take_a_mask_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="model: expected layers of the override moe, got Linear without any"):
+        set_padding_mask(torch.nn.Linear(1, 1), None)
 
 
 @pytest.mark.quick("each is a refusal of its own, in microseconds")

@@ -29,8 +29,9 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.qwen3 import model_registry
 
 from moelink.errors import MoelinkError
-from moelink.integrations.torchtitan import COMMUNICATORS, close
+from moelink.integrations.torchtitan import COMMUNICATORS, close, set_padding_mask
 from moelink.integrations.torchtitan.overrides import dispatcher as dispatcher_override
+from moelink.nn import AuxLosses
 
 OVERRIDES = "moelink.integrations.torchtitan.overrides"
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS = 8, 64, 32, 24
@@ -138,9 +139,11 @@ def trained(
     compiler: str | None = None,
     steps: int = 10,
     balance: float | None = None,
+    padded: bool = False,
 ):
-    """Losses of ``steps`` steps of qwen3's debugmodel_moe as torchtitan parallelises it, who dispatched, and the biases
-    of experts. With ``balance`` these are updated by that much in each step, and a token has one expert."""
+    """Losses of ``steps`` steps of qwen3's debugmodel_moe as torchtitan parallelises it, who dispatched, the auxiliary
+    losses of layers, and the biases of experts. With ``balance`` these are updated by that much in each step, and a
+    token has one expert. ``padded``: the end of each text is padding."""
     dist.init_process_group("gloo")
     set_spmd_backend(spmd_backend)
     torch.manual_seed(0)
@@ -186,6 +189,8 @@ def trained(
     if balance is not None:
         register_moe_load_balancing_hook(optimizer, [model], dims)
     losses = []
+    if padded:
+        set_padding_mask(model, (torch.arange(SEQ_LEN) >= SEQ_LEN - 3 - rank).expand(BATCH, -1))
     for _ in range(steps):
         generator = torch.Generator().manual_seed(rank)  # the same text at every step, so that it can be learned
         text = torch.randint(2048, (BATCH, SEQ_LEN + 1), generator=generator)
@@ -199,10 +204,11 @@ def trained(
         dist.all_reduce(total)
         losses.append(total.item() / world_size)
     traffic = [ep.traffic() for eps in COMMUNICATORS._open.values() for ep in eps.values()]
+    terms = [module.values.clone() for module in model.modules() if isinstance(module, AuxLosses)]
     biases = [layer.moe.expert_bias_E for layer in model.layers.values()]
     biases = [bias.to_local() if isinstance(bias, DTensor) else bias for bias in biases]
     end()
-    return losses, replaced, traffic, biases
+    return losses, replaced, traffic, terms, biases
 
 
 def quantised_and_padded(rank: int, world_size: int):
