@@ -375,10 +375,13 @@ def test_host_time_of_calls_is_measured_with_its_floor(monkeypatch: pytest.Monke
 
 def test_metrics_are_measured_beside_calls_that_no_one_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU that plays a GPU, with few batches."""
-    for name, value in {"BATCHES": 3, "CALLS": 2, "TURN": 2}.items():
+    for name, value in {"BLOCKS": 3, "BLOCK": 2}.items():
         monkeypatch.setattr(host, name, value)
     made = host.metrics_fields("cpu")
-    assert made["ratio"]["median"] == made["us"]["on"]["median"] / made["us"]["off"]["median"] > 0
+    more, us = made["more_a_call"], made["us"]
+    assert more["low"] < more["mean"] < more["high"]
+    assert more["mean"] == pytest.approx((us["on"]["mean"] - us["off"]["mean"]) / 2)
+    assert more["mean"] > 0, "with a scrape in two pairs"
     assert made["scrape_us"]["p20"] > 0
 
 

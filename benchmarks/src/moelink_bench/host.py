@@ -28,8 +28,9 @@ first. All but the third run under ``torch.no_grad``.
 * ``operator, gradients``: the same when the tokens and the router weights require grad (forward only)
 * ``choice``: deciding between them, which every call does
 
-``metrics``: a pair as of ``calls`` while the endpoint of :mod:`moelink.metrics` is not scraped (``off``), and while it
-is scraped ten times a second (``on``), in turns; and how long a scrape takes, for which a call may wait, as both need
+``metrics``: pairs as of ``calls`` in blocks, in turns: while the endpoint of :mod:`moelink.metrics` is not scraped
+(``off``), and while another process scrapes it once a block (``on``). ``more_a_call`` is the mean of the differences of
+neighbours, per call, with its confidence interval. And how long a scrape takes, for which a call may wait, as both need
 the interpreter's lock.
 
     python -m moelink_bench.host calls --device cuda
@@ -44,13 +45,14 @@ import argparse
 import json
 import os
 import statistics
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
+from subprocess import PIPE
 from types import MappingProxyType
 from typing import Any, Literal
-from urllib.request import urlopen
 
 import torch
 from torch import Tensor
@@ -60,7 +62,7 @@ from moelink import metrics
 from moelink.testing import assert_bitwise_equal
 from moelink_bench.document import device_names, results_folder
 from moelink_bench.script import Save, Script
-from moelink_bench.timing import Clock, ProcessorClock, Turns, WallClock, in_turns, repeated
+from moelink_bench.timing import Clock, ProcessorClock, Turns, in_turns, repeated
 
 SIZES: dict[str, Any] = {"num_experts": 64, "topk": 8, "hidden_size": 7168, "max_tokens_per_rank": 128}
 FORMAT = "fp8_block128"
@@ -76,7 +78,8 @@ OPERATOR_TOKENS = (1, 16)
 BUDGET = {"operator": 250.0, "operator, gradients": 400.0}
 """Microseconds of host time that a pair through the operators may take more than the direct one."""
 ROUNDS, WARMUP_ROUNDS = 400, 20
-SCRAPE_SECONDS, TURN = 0.1, 10
+BLOCKS, BLOCK = 200, 5000
+"""Blocks of pairs with metrics, as many without, and pairs of one."""
 LAYER_TOKENS, LAYER_INNER = 4, 256
 ROUTER: dict[str, Any] = {
     "scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, "group_score": "top2", "scaling_factor": 2.5,
@@ -220,63 +223,58 @@ def opened(kind: str) -> tuple[Any, dict[str, Any]]:
     return played(**case), case
 
 
+SCRAPER = """
+import sys, time, urllib.request
+for line in sys.stdin:
+    begin = time.perf_counter()
+    urllib.request.urlopen(sys.argv[1]).read()
+    print(time.perf_counter() - begin, flush=True)
+"""
+"""Scrapes an endpoint once for each line that it reads. It is a process of its own, as a Prometheus server is."""
+
+
 def measure_metrics(ep: moelink.Communicator) -> dict[str, Any]:
-    """Return the microseconds of a pair without metrics, and with an endpoint that is scraped ten times a second, in
-    turns; and those of a scrape, on the host's clock."""
+    """Return the microseconds of a pair without metrics, and with an endpoint that is scraped once in each block of
+    pairs, in turns; by how much a call is longer, with the confidence interval of that mean; and how long a scrape
+    takes on the client's clock."""
     x = torch.randn(TOKENS, ep.config.hidden_size, device=ep.device).bfloat16()
     topk_weights, topk_ids = torch.rand(TOKENS, ep.config.num_experts, device=ep.device).topk(ep.config.topk)
     topk_ids = topk_ids.int()
     y = torch.zeros(ep.config.row_capacity, ep.config.hidden_size, device=ep.device).bfloat16()
+    took: list[float] = []
 
     def pairs() -> None:
-        for _ in range(CALLS):
+        for _ in range(BLOCK):
             ep.combine(y, ep.dispatch(x, topk_ids, topk_weights))
 
-    endpoint, over, on = metrics.serve(ep, port=0), threading.Event(), threading.Event()
+    endpoint = metrics.serve(ep, port=0)
+    command = [sys.executable, "-c", SCRAPER, f"http://127.0.0.1:{endpoint.port}/metrics"]
+    with closing(endpoint), subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, bufsize=1) as scraper:
+        assert scraper.stdin is not None
+        assert scraper.stdout is not None
 
-    def scrape() -> None:
-        with urlopen(f"http://127.0.0.1:{endpoint.port}/metrics") as answer:
-            answer.read()
+        def scraped() -> None:
+            scraper.stdin.write("\n")  # type: ignore[union-attr]
+            pairs()
+            took.append(1e6 * float(scraper.stdout.readline()))  # type: ignore[union-attr]
 
-    def scrapes() -> None:
-        while not over.wait(SCRAPE_SECONDS):
-            if on.is_set():
-                scrape()
-
-    @contextmanager
-    def switched(name: str) -> Iterator[None]:
-        (on.set if name == "on" else on.clear)()
-        yield
-
-    thread = threading.Thread(target=scrapes)
-    thread.start()
-    try:
         with torch.no_grad():
-            how = Turns(turns=BATCHES, samples=TURN, dropped=1)
-            times = in_turns({"off": pairs, "on": pairs}, ProcessorClock(ep.device), how, switched)
-        on.clear()
-        took = WallClock().measure(scrape, samples=BATCHES, warmup=2)
-    finally:
-        over.set()
-        thread.join()
-        endpoint.close()
-    us = {}
-    for name, values in times.items():
-        each = [value / CALLS for value in values]
-        us[name] = {"least": min(each), "mean": statistics.fmean(each), **spread(each)}
-    ratio = {figure: us["on"][figure] / us["off"][figure] for figure in ("least", "median", "mean")}
-    return {"us": us, "ratio": ratio, "scrape_us": spread(took)}
+            how = Turns(turns=BLOCKS, dropped=2)
+            times = in_turns({"off": pairs, "on": scraped}, ProcessorClock(ep.device), how)
+        scraper.stdin.close()
+    each = {name: [value / BLOCK for value in values] for name, values in times.items()}
+    us = {name: {"least": min(found), "mean": statistics.fmean(found), **spread(found)} for name, found in each.items()}
+    more = [(on - off) / 2 for off, on in zip(each["off"], each["on"], strict=True)]
+    mean, half = statistics.fmean(more), 1.96 * statistics.stdev(more) / len(more) ** 0.5
+    return {
+        "us": us, "more_a_call": {"mean": mean, "low": mean - half, "high": mean + half}, "scrape_us": spread(took),
+    }  # fmt: skip
 
 
 def metrics_fields(kind: str) -> dict[str, Any]:
     """Measure what metrics cost calls on a device of this kind ("cpu", "cuda"), print it, return the fields."""
-    settings = {
-        "batches": BATCHES,
-        "calls": CALLS,
-        "batches_of_a_turn": TURN,
-        "seconds_between_scrapes": SCRAPE_SECONDS,
-    }
-    unit = "microseconds of the host's processor time per pair of dispatch and combine, scrapes included"
+    settings = {"blocks": BLOCKS, "pairs_of_a_block": BLOCK, "scrapes_of_a_block": 1, "confidence": 0.95}
+    unit = "microseconds of the host's processor time per pair of dispatch and combine, or more per call, with scrapes"
     return measured(kind, measure_metrics, {"unit": unit, "settings": settings})
 
 
