@@ -1,33 +1,29 @@
 """What ranks of test_torchtitan_losses.py do: layers with auxiliary losses and padding, against torchtitan's own layer.
 
-torchtitan's layer gets the tokens of all ranks in one process, padding left out, and the losses are sums over tokens and
-experts that are written out.
+torchtitan's layer gets the tokens of all ranks in one process, padding left out, and the losses are sums over tokens
+and experts that are written out.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.integrations.torchtitan.torchtitan_ranks import (  # first: it sets up torchtitan for CPUs
-    EXPERTS,
-    HIDDEN,
-    INTERMEDIATE,
-    ParallelDims,
-    ParallelismConfig,
-    begin,
-    end,
-    model_registry,
-)
-import torch  # isort: skip
-import torch.distributed as dist  # isort: skip
-from torch import Tensor  # isort: skip
-from torchtitan.models.common.config_utils import make_ffn_config  # isort: skip
-from torchtitan.models.common.moe import MoE  # isort: skip
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tests.integrations.torchtitan.torchtitan_ranks  # noqa: F401  # isort: skip - first: it sets torchtitan up for CPUs
+
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.config_utils import make_ffn_config
+from torchtitan.models.common.moe import MoE
+from torchtitan.models.qwen3 import model_registry
 
 import moelink
 from moelink.integrations.torchtitan import set_padding_mask
 from moelink.integrations.torchtitan.overrides import moe as moe_override
-from tests.integrations.torchtitan.torchtitan_ranks import said_by
+from tests.integrations.torchtitan.torchtitan_ranks import EXPERTS, HIDDEN, INTERMEDIATE, begin, end, said_by
 
 BATCH, LENGTH, TOPK = 3, 5, 2
 LOSSES = {"balance": 0.3, "sequence": 0.5, "z": 0.7, "over": "all"}
@@ -44,9 +40,7 @@ def layer_config(scoring: str) -> MoE.Config:
     made.router.score_func, made.load_balance_coeff = scoring, None
     if scoring == "sigmoid":
         made.load_balance_coeff = 1e-3
-        made.shared_experts = make_ffn_config(
-            dim=HIDDEN, hidden_dim=INTERMEDIATE, w1_param_init={}, w2w3_param_init={}
-        )
+        made.shared_experts = make_ffn_config(dim=HIDDEN, hidden_dim=INTERMEDIATE, w1_param_init={}, w2w3_param_init={})
     return made
 
 
@@ -146,7 +140,8 @@ def compared(rank: int, world_size: int, scoring: str, by: str) -> dict[str, Any
     if by == "add_aux_losses":
         loss = moelink.nn.add_aux_losses(loss, layer)
     loss.backward()
-    assert out[padding].eq(0).all() and x.grad[padding].eq(0).all()
+    assert out[padding].eq(0).all()
+    assert x.grad[padding].eq(0).all()
     assert all((ids.view(BATCH, LENGTH, TOPK)[padding] == -1).all() for ids in sent)
     made = {"out": out[~padding], "x": x.grad, "terms": terms, "counts": layer.tokens_per_expert_E}
     made = {name: tensor.detach().clone() for name, tensor in made.items()}

@@ -22,7 +22,8 @@ BOUND = torchtitan_ranks.BATCH * torchtitan_ranks.SEQ_LEN
 
 
 @pytest.mark.parametrize(
-    ("world_size", "scoring", "by"), [(2, "sigmoid", "scale"), (2, "softmax", "add_aux_losses"), (1, "softmax", "scale")]
+    ("world_size", "scoring", "by"),
+    [(2, "sigmoid", "scale"), (2, "softmax", "add_aux_losses"), (1, "softmax", "scale")],
 )
 def test_gradients_are_those_of_one_process_with_the_losses_added(world_size: int, scoring: str, by: str) -> None:
     for pairs in run_ranks(losses_ranks.compared, world_size, scoring, by):
