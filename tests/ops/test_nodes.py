@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import moelink
 from moelink.ops import dequantize
@@ -124,6 +125,35 @@ def test_the_first_backward_after_close_is_refused(has_nodes: bool) -> None:
     ep.close()
     with pytest.raises(moelink.ClosedError, match="backward: the communicator is closed"):
         recv.weights.sum().backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, in make_dual
+@pytest.mark.parametrize("transport", ["symmetric", "collective"])
+def test_tensors_with_tangents_are_refused(transport: str) -> None:
+    """Forward-mode AD would get no tangent of the result. Kinds of calls are known, and calls go on."""
+    with moelink.init(**{**FIELDS, "transport": transport}) as ep:
+        for _ in range(2):
+            step(ep, 0, "xw")
+            x, ids, weights = given(0, "")
+            recv = ep.dispatch(x, ids, weights)
+            ep.combine(recv.tokens, recv)
+        learning = ep.dispatch(*given(0, "x"))
+        out = ep.combine(learning.tokens, learning)
+        with forward_ad.dual_level():
+            plain = x, weights, recv.tokens, out.detach()
+            x2, weights2, y2, out2 = (forward_ad.make_dual(tensor, tensor.clone()) for tensor in plain)
+            for name, call in (
+                ("x", lambda: ep.dispatch(x2, ids, weights)),
+                ("x", lambda: ep.dispatch_async(x2, ids, weights)),
+                ("x", lambda: ep.dispatch(x2, ids, weights.clone().requires_grad_())),
+                ("topk_weights", lambda: ep.dispatch(x, ids, weights2)),
+                ("y", lambda: ep.combine(y2, recv)),
+                ("x", lambda: out.backward(out2)),
+            ):
+                with pytest.raises(moelink.UnsupportedError, match=f"{name}: expected no tangent"):
+                    call()
+            again = ep.combine(ep.dispatch(x, ids, weights).tokens, recv)
+        assert_bitwise_equal(again, ep.combine(recv.tokens, recv), "result")
 
 
 def test_no_call_makes_a_tensor_that_later_ones_read() -> None:

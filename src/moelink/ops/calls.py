@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.hooks import Hook, evaluate_input_scale, evaluate_weights
@@ -19,7 +20,7 @@ from moelink.ops import autograd
 from moelink.ops.context import OperatorContext
 from moelink.output import DispatchOutput
 from moelink.transports.base import CallRequest, CombineRequest, DispatchRequest, Pending
-from moelink.transports.validation import check_max_tokens, check_recv, check_weigh
+from moelink.transports.validation import check_max_tokens, check_recv, check_weigh, refuse_tangents
 
 
 def needs_operator(request: CallRequest) -> bool:
@@ -76,6 +77,8 @@ def _checked(context: OperatorContext, request: CallRequest) -> CallRequest:
 
 
 def _check(context: OperatorContext, request: CallRequest) -> CallRequest:
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        refuse_tangents(request)
     if isinstance(request, DispatchRequest):
         return _checked_dispatch(context, request)
     return _checked_combine(context, request)

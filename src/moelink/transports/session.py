@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 from moelink.config import EPConfig
 from moelink.errors import (
@@ -25,6 +26,7 @@ from moelink.transports.validation import (
     check_rows_are_there,
     kind_of,
     refuse_gradients,
+    refuse_tangents,
     without_hooks,
 )
 
@@ -44,6 +46,8 @@ class Session(Endings):
         gradients, phase = torch.is_grad_enabled(), requests[0].phase
         try:
             for config, device, request in zip(self.configs, self.devices, requests, strict=True):
+                if forward_ad._current_level >= 0:
+                    refuse_tangents(request)
                 self._check(config, device, request)
                 if gradients:
                     refuse_gradients(*request.differentiable)

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moelink.arguments import check_tensor
 from moelink.config import EPConfig
@@ -340,3 +341,14 @@ def refuse_gradients(*values: object) -> None:
             "init_devices: expected tensors without gradients, got one that requires grad; use moelink.init in one "
             "process per rank, or pass detached tensors"
         )
+
+
+def refuse_tangents(request: CallRequest) -> None:
+    """Refuse dual tensors, which forward-mode AD knows by their tangents: rows would go without."""
+    for field in dataclasses.fields(request):
+        value = getattr(request, field.name)
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise UnsupportedError(
+                f"{field.name}: expected no tangent, as there is no forward-mode gradient, got a dual tensor; use "
+                "backward, or pass forward_ad.unpack_dual(...).primal"
+            )

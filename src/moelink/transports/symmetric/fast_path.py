@@ -32,6 +32,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from moelink.kernels.launch.arguments import has_hooks
 from moelink.kernels.launch.direct import DirectKernel
@@ -289,8 +290,8 @@ class SymmetricFastPath:
         return self.ordinary(DispatchRequest(x, received.ids, routing=self._over(received))).tokens  # type: ignore[no-any-return]
 
     def _is_quick(self) -> bool:
-        # Prepared calls are those of kernels that do not stamp.
-        return not has_hooks() and self._rank.trace is None
+        # Prepared calls are those of kernels that do not stamp, and of tensors without tangents.
+        return not has_hooks() and self._rank.trace is None and forward_ad._current_level < 0
 
     def _make(self, phase: Phase, over: DispatchOutput | Received, prepared: Any, given: tuple[Any, ...]) -> Any:
         """Make a call of a known kind over an earlier output, or its source."""
