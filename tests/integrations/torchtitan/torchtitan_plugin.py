@@ -13,7 +13,7 @@ from torchtitan.models.qwen3 import model_registry
 
 from moelink.integrations.torchtitan import overrides
 
-NAMES = [f"{overrides.__name__}.{name}" for name in ("dispatcher", "routed_experts", "selective_checkpointing")]
+NAMES = [f"{overrides.__name__}.{name}" for name in ("dispatcher", "routed_experts", "moe", "selective_checkpointing")]
 ENTRIES = {name: _REGISTRY[name] for name in NAMES}
 
 
