@@ -28,9 +28,10 @@ BOUND = torchtitan_ranks.BATCH * torchtitan_ranks.SEQ_LEN
 def test_gradients_are_those_of_one_process_with_the_losses_added(world_size: int, scoring: str, by: str) -> None:
     for pairs in run_ranks(losses_ranks.compared, world_size, scoring, by):
         for name, (expected, made) in pairs.items():
-            scale = expected.abs().max().item()
-            # Experts compute in bf16, and their gradients are sums in another order.
-            assert (made - expected).abs().max().item() <= scale * (0.0 if name == "counts" else 2.0**-7), name
+            # Experts get the same rows in the same order; sums over ranks and tokens are of fp32 in another one.
+            same = name in ("counts", "out") or "inner_experts" in name
+            bound = 0.0 if same else 2.0**-20 * expected.abs().max().item()
+            assert (made - expected).abs().max().item() <= bound, name
 
 
 def test_what_has_no_losses_or_masks_is_refused_by_name() -> None:
