@@ -18,7 +18,7 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 4035,
+    ".": 4040,
     "formats": 1317,
     "reference": 899,
     "memory": 2523,
@@ -31,13 +31,13 @@ BUDGET = {
     "kernels/nodes": 1353,
     "kernels/sync": 1311,
     "rows": 3096,
-    "transports": 2023,
+    "transports": 2043,
     "transports/collective": 1829,
-    "transports/symmetric": 2268,
+    "transports/symmetric": 2269,
     "contract": 2420,
-    "ops": 1971,
+    "ops": 1994,
     "nn": 4694,
-    "integrations": 4417,
+    "integrations": 4649,
     "tracing": 535,
     "tracing/device": 524,
     "tools": 366,
