@@ -28,6 +28,7 @@ from moelink.nn.experts import Activation, known_max_tokens, refuse_experts
 from moelink.nn.host_copies import HostCopies, keepers
 from moelink.nn.load import KIND, SCHEMA_VERSION, BalancedLayer, LoadMeter
 from moelink.nn.owned import ignored_by_ddp
+from moelink.nn.parameters import part_of
 from moelink.nn.placed_experts import Experts, QuantizedExperts, refuse_gradients
 from moelink.nn.placement import Placement, PlacementMap
 from moelink.nn.router import Router, RouterConfig
@@ -315,11 +316,11 @@ class MoE(BalancedLayer):
         Raises: as ``Communicator.dispatch``.
         """
         config = self.ep.config
-        if x.shape[-1:] != (config.hidden_size,):
+        if not x.dim() or x.shape[-1] != config.hidden_size:
             raise ArgumentError("x", f"shape [..., {config.hidden_size}]", list(x.shape))
         self._wrapping.look(config.mode, config.world_size)
-        # The module looks for its parts at length, and torch takes host time to find that it has nothing to do.
-        experts = self.experts
+        # Torch takes host time to find that it has nothing to do.
+        experts, router = (part_of(self, self._modules, name) for name in ("experts", "router"))
         quantized = isinstance(experts, QuantizedExperts)
         if quantized:
             refuse_gradients(x, self)
@@ -338,7 +339,7 @@ class MoE(BalancedLayer):
         if present is not None:
             # Zeros, not only ids of -1: the shared expert sees these rows too, and 0 * NaN would reach its gradients.
             tokens = tokens.where(present[:, None], 0)
-        routing = self.router(tokens)
+        routing = router(tokens)
         ids = routing.topk_ids if present is None else routing.topk_ids.where(present[:, None], -1)
         if self.router_load is not None and self.training:
             self.router_load.record(ids)

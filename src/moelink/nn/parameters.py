@@ -34,6 +34,12 @@ def draw(weight: Tensor, *, seed: int, stream: int) -> None:
         weight.copy_(values.mul_(2 * bound).sub_(bound))
 
 
+def part_of(module: torch.nn.Module, parts: dict[str, Any], name: str) -> Any:
+    """Return the parameter, buffer or module ``name`` of ``parts``, a dictionary of ``module``, or its attribute if it
+    is parametrised. As an attribute, a module looks for each of them at length."""
+    return parts[name] if name in parts else getattr(module, name)
+
+
 class KeepsBuffers(torch.nn.Module):
     """A module whose buffers ``kept`` are changed by their owner alone.
 

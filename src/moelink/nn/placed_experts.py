@@ -19,7 +19,7 @@ from moelink.nn.checkpoint import refuse_plain_checkpoints
 from moelink.nn.expert_backends import multiply
 from moelink.nn.experts import Activation, grouped_experts
 from moelink.nn.owned import Ownership, Wrapping, share_of_gradient
-from moelink.nn.parameters import EXPERTS, SHARED, KeepsBuffers, KnowsRows, draw
+from moelink.nn.parameters import EXPERTS, SHARED, KeepsBuffers, KnowsRows, draw, part_of
 from moelink.nn.placement import Placement
 from moelink.routing import ExpertMap
 from moelink.rows import eager
@@ -210,11 +210,7 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
             ArgumentError: a shape, dtype or device does not fit.
             UnsupportedError: backend "torch" inside of a CUDA graph's capture.
         """
-        buffers: dict[str, Any] = self._buffers
-        try:  # as an attribute, a module looks for a buffer at length
-            gate_up, gate_up_scales, down, down_scales = [buffers[name] for name in self.stacked]
-        except KeyError:  # one is parametrised
-            gate_up, gate_up_scales, down, down_scales = [getattr(self, name) for name in self.stacked]
+        gate_up, gate_up_scales, down, down_scales = [part_of(self, self._buffers, name) for name in self.stacked]
         if torch.compiler.is_compiling():  # else the operator checks them, once for tensors of a kind
             check_product(codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), self.dtype)
         return eager.run(  # type: ignore[no-any-return]

@@ -34,7 +34,7 @@ from torch import Tensor
 from moelink.arguments import describe
 from moelink.errors import ArgumentError, ConfigError, UnsupportedError
 from moelink.nn.experts import as_group, grouped_matmul
-from moelink.nn.parameters import ROUTER, KeepsBuffers, draw
+from moelink.nn.parameters import ROUTER, KeepsBuffers, draw, part_of
 from moelink.rows.choice import Choice
 from moelink.rows.choose import choose
 from moelink.rows.wide_product import wide_product
@@ -126,7 +126,9 @@ def route(logits: Tensor, config: RouterConfig, *, topk: int, correction_bias: T
 
 def _route(logits: Tensor, config: RouterConfig, topk: int, correction_bias: Tensor | None) -> Routing:
     """:func:`route` of sizes and a dtype that fit."""
-    bias = None if correction_bias is None else correction_bias.to(logits.dtype)
+    bias = correction_bias
+    if bias is not None and bias.dtype != logits.dtype:
+        bias = bias.to(logits.dtype)
     choice = Choice(
         topk, config.scoring, config.renormalize, config.num_groups, config.topk_groups, config.group_score,
         config.scaling_factor,
@@ -188,7 +190,7 @@ class Router(KeepsBuffers):
 
     def forward(self, x: Tensor) -> Routing:
         """Route tokens [T, H]."""
-        weight, invariant = self.weight, self.config.batch_invariant
+        weight, invariant = part_of(self, self._parameters, "weight"), self.config.batch_invariant
         if x.dim() != 2 or x.shape[1] != weight.shape[1]:
             raise ArgumentError("x", f"shape [num_tokens, {weight.shape[1]}]", list(x.shape))
         if invariant and x.dtype == torch.float64:
@@ -209,7 +211,7 @@ class Router(KeepsBuffers):
             logits = grouped_matmul(x.float(), as_group(x), weight.float()[None], True)
         else:
             logits = wide_product(x, weight)
-        return _route(logits, self.config, self.topk, self.correction_bias)
+        return _route(logits, self.config, self.topk, part_of(self, self._buffers, "correction_bias"))
 
     def extra_repr(self) -> str:
         experts, hidden = self.weight.shape
