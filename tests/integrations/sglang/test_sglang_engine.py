@@ -27,6 +27,8 @@ def answers(ranks: int, folder: Path) -> Answers:
         "SGLANG_NCCL_SO_PATH": "none",  # it would ask the NCCL that comes with torch for a GPU
         "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK": str(sglang_engine.MOST_TOKENS),
         "MOELINK_SGLANG": "batch_invariant=1" if ranks > 1 else "0", "CUDA_VISIBLE_DEVICES": "",
+        # Ranks get prompts one by one: with this they start when all have come, in batches that no clock decides.
+        "SGLANG_ENABLE_COLOCATED_BATCH_GEN": "1",
         "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1",
     }  # fmt: skip
     done = subprocess.run(
