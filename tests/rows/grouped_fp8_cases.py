@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from moelink.formats import get_format
-from moelink.nn.block_quantized import BlockQuantized, quantize_weight
+from moelink.nn.block_quantized import BlockQuantized, Weight, quantize_weight
+from moelink.nn.mxfp4 import Mxfp4Weight
+from moelink.reference.rounding import E2M1_VALUES
 
 POISON = 7.0
 HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
@@ -21,12 +23,13 @@ TENSOR_CORES_AT_WORST = 2.0**-6
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows and weights, quantised, with offsets."""
+    """Rows and weights, quantised, with offsets. ``exact``: the weights' numbers [G, N, K], fp64."""
 
     codes: Tensor
     scales: Tensor
     offsets: Tensor
-    weight: BlockQuantized
+    weight: Weight
+    exact: Tensor
 
     @property
     def rows(self) -> int:
@@ -34,8 +37,9 @@ class Problem:
 
 
 def problem(
-    sizes: tuple[int, ...], room: int, inner: int, columns: int, device: str = "cpu", spread: int = 6
-) -> Problem:
+    sizes: tuple[int, ...], room: int, inner: int, columns: int, device: str = "cpu", spread: int = 6,
+    kind: str = "fp8",
+) -> Problem:  # fmt: skip
     """Groups of ``sizes`` rows and ``room`` rows more, whose codes and scales are NaN.
 
     Blocks differ by up to 2 ** (4 * ``spread``), so that a scale of a wrong block shows.
@@ -49,13 +53,36 @@ def problem(
     codes, scales = quantized.payload.clone(), quantized.scales.t().contiguous()
     codes.view(torch.uint8)[sum(sizes) :] = 0x7F
     scales[:, sum(sizes) :] = float("nan")
-    weight = torch.randn(len(sizes), columns, inner, generator=generator)
-    blocks = torch.randint(-spread, spread + 1, (len(sizes), -(-columns // 128), inner // 128), generator=generator)
+    make = mxfp4_weights if kind == "mxfp4" else fp8_weights
+    weight, exact = make(len(sizes), columns, inner, spread, generator, device)
+    offsets = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+    return Problem(codes.to(device), scales.to(device), offsets.to(device), weight, exact)
+
+
+def fp8_weights(
+    groups: int, columns: int, inner: int, spread: int, generator: torch.Generator, device: str
+) -> tuple[BlockQuantized, Tensor]:
+    """Weights in fp8, and their numbers."""
+    weight = torch.randn(groups, columns, inner, generator=generator)
+    blocks = torch.randint(-spread, spread + 1, (groups, -(-columns // 128), inner // 128), generator=generator)
     weight *= 2.0 ** blocks.repeat_interleave(128, 1)[:, :columns].repeat_interleave(128, 2)
     of = quantize_weight(weight)
-    offsets = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
     moved = BlockQuantized(of.codes.to(device), of.scales.to(device))
-    return Problem(codes.to(device), scales.to(device), offsets.to(device), moved)
+    by_row = moved.scales.repeat_interleave(128, 1)[:, :columns]
+    return moved, moved.codes.to(torch.float64) * by_row.to(torch.float64).repeat_interleave(128, 2)
+
+
+def mxfp4_weights(
+    groups: int, columns: int, inner: int, spread: int, generator: torch.Generator, device: str
+) -> tuple[Mxfp4Weight, Tensor]:
+    """Weights in mxfp4, and their numbers."""
+    blocks = torch.randint(0, 256, (groups, columns, inner // 32, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(127 - spread, 128 + spread, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+    blocks, scales = blocks.to(device), scales.to(device)
+    nibbles = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
+    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.float64, device=device)
+    exact = (values[nibbles] * 2.0 ** (scales.double() - 127)[..., None]).flatten(-2)
+    return Mxfp4Weight.from_blocks(blocks, scales), exact
 
 
 def numbers(codes: Tensor, scales: Tensor) -> Tensor:
@@ -70,9 +97,7 @@ def error_over_bound(out: Tensor, given: Problem, sums: float) -> float:
         if start == end:
             continue
         rows = numbers(given.codes[start:end], given.scales[:, start:end].t())
-        columns = given.weight.codes.shape[1]
-        by_row = given.weight.scales[group].repeat_interleave(128, 0)[:columns]
-        weight = numbers(given.weight.codes[group], by_row)
+        weight = given.exact[group]
         exact = rows @ weight.t()
         bound = HALF_STEP[out.dtype] * exact.abs() + sums * (rows.abs() @ weight.abs().t()) + TINY[out.dtype]
         error = (out[start:end].double() - exact).abs() / bound

@@ -1,4 +1,4 @@
-"""Weights in fp8 with one scale a block of 128 x 128, and the grouped product of fp8 rows with them.
+"""Weights in fp8 with one scale a block of 128 x 128, and the grouped product of fp8 rows with them, or with mxfp4.
 
 Legend: ``R`` rows of the buffer, ``K`` columns of a row, ``G`` groups, ``N`` columns of the output.
 
@@ -19,7 +19,7 @@ either sign to 2**-10.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from moelink.arith import ceil_div
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.formats.casts import E4M3_MAX, amax, canonical_nan, divide, e4m3_to_f32, f32_to_e4m3
 from moelink.formats.fp8 import AMAX_FLOOR
+from moelink.nn.mxfp4 import Mxfp4Weight
 from moelink.tuning import GLUON_ROWS
 
 BLOCK = 128
@@ -45,6 +46,43 @@ class BlockQuantized:
 
     codes: Tensor
     scales: Tensor
+    kind: ClassVar[str] = "fp8"
+    dtypes: ClassVar[tuple[torch.dtype, torch.dtype]] = (torch.float8_e4m3fn, torch.float32)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[..., N, K]."""
+        return self.codes.shape
+
+    def expected(self, groups: int, columns: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of codes and scales of weights [G, N, K]."""
+        return (groups, columns, inner), (groups, ceil_div(columns, BLOCK), inner // BLOCK)
+
+    def times(self, group: int, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return the product [n, N] fp32 of rows, ``codes`` [n, K] and ``scales`` [K / 128, n], and the weights of
+        ``group``: the twin of the kernel."""
+        rows = e4m3_to_f32(codes) * scales.t().repeat_interleave(BLOCK, 1)
+        return rows @ dequantize_weight(BlockQuantized(self.codes[group], self.scales[group])).t()
+
+    def launch(self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor) -> None:
+        """Fill ``out`` by a kernel: the one in Gluon where :func:`takes_large_tiles`, else the Triton kernel."""
+        if takes_large_tiles(codes, len(self.codes)):
+            from moelink.rows.grouped_gluon import launch as launch_gluon
+
+            launch_gluon(codes, scales, row_offsets, self.codes, self.scales, out)
+            return
+        from moelink.rows.grouped_fp8 import launch
+
+        launch(codes, scales, row_offsets, self.codes, self.scales, out)
+
+
+Weight = BlockQuantized | Mxfp4Weight
+"""What rows in fp8 are multiplied by."""
+
+
+def weight_of(codes: Tensor, scales: Tensor) -> Weight:
+    """Return the weights whose tensors these are: in fp8, or in mxfp4, whose codes are bytes."""
+    return Mxfp4Weight(codes, scales) if codes.dtype == torch.uint8 else BlockQuantized(codes, scales)
 
 
 def quantize_weight(weight: Tensor) -> BlockQuantized:
@@ -100,7 +138,7 @@ def grouped_fp8(
     codes: Tensor,
     scales: Tensor,
     row_offsets: Tensor,
-    weight: BlockQuantized,
+    weight: Weight,
     *,
     dtype: torch.dtype = torch.bfloat16,
     implementation: str = "auto",
@@ -111,7 +149,7 @@ def grouped_fp8(
         codes: [R, K] float8_e4m3fn, rows as format fp8_block128 has them.
         scales: [K / 128, R] fp32, one for each 128 elements of a row, transposed.
         row_offsets: [G + 1] int32, exclusive starts. Rows from ``row_offsets[-1]`` on are undefined, in and out.
-        weight: codes [G, N, K], scales [G, ceil(N / 128), K / 128].
+        weight: of shape [G, N, K], in fp8 or in mxfp4.
         dtype: of the result: bf16, fp16 or fp32.
         implementation: "triton", the kernel (on CPU tensors only in Triton's interpreter); "torch", the twin; "auto":
             "triton" on CUDA, "torch" elsewhere.
@@ -131,25 +169,24 @@ def grouped_fp8(
     )
 
 
-def check_product(
-    codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, dtype: torch.dtype
-) -> None:
+def check_product(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, dtype: torch.dtype) -> None:
     """Refuse tensors that do not fit together, with the errors of :func:`grouped_fp8`."""
-    if weight.codes.dim() != 3:
-        raise ArgumentError("weight", "codes [G, N, K]", list(weight.codes.shape))
-    groups, columns, inner = weight.codes.shape
+    kind = f"in {weight.kind}, of shape [G, N, K]"
+    if weight.codes.dim() != len(weight.expected(1, 1, 1)[0]):
+        raise ArgumentError("weight", f"codes {kind}", list(weight.codes.shape))
+    groups, columns, inner = weight.shape
     if not groups or not columns or not inner or inner % BLOCK:
-        raise ArgumentError("weight", f"codes [G, N, K] without empty sizes, K a multiple of {BLOCK}",
-                            list(weight.codes.shape))  # fmt: skip
+        raise ArgumentError("weight", f"codes {kind} without empty sizes, K a multiple of {BLOCK}",
+                            list(weight.shape))  # fmt: skip
     if codes.dim() != 2:
         raise ArgumentError("codes", f"shape [R, {inner}]", list(codes.shape))
-    rows, fp8 = codes.shape[0], torch.float8_e4m3fn
+    rows, (code_shape, scale_shape) = codes.shape[0], weight.expected(groups, columns, inner)
     wanted = (
-        ("codes", codes, (rows, inner), fp8),
+        ("codes", codes, (rows, inner), torch.float8_e4m3fn),
         ("scales", scales, (inner // BLOCK, rows), torch.float32),
         ("row_offsets", row_offsets, (groups + 1,), torch.int32),
-        ("weight.codes", weight.codes, (groups, columns, inner), fp8),
-        ("weight.scales", weight.scales, (groups, ceil_div(columns, BLOCK), inner // BLOCK), torch.float32),
+        ("weight.codes", weight.codes, code_shape, weight.dtypes[0]),
+        ("weight.scales", weight.scales, scale_shape, weight.dtypes[1]),
     )
     for name, tensor, shape, of in wanted:
         if tuple(tensor.shape) != shape or tensor.dtype != of:
@@ -172,17 +209,15 @@ def _grouped_fp8(
     dtype: torch.dtype,
     kernel: bool,
 ) -> Tensor:
-    out = torch.empty(codes.shape[0], weight.shape[1], dtype=dtype, device=codes.device)
-    if kernel:
-        launch_kernel(codes, scales, row_offsets, BlockQuantized(weight, weight_scales), out)
-    else:
-        multiply_by_group(codes, scales, row_offsets, BlockQuantized(weight, weight_scales), out)
+    by = weight_of(weight, weight_scales)
+    out = torch.empty(codes.shape[0], by.shape[1], dtype=dtype, device=codes.device)
+    (launch_kernel if kernel else multiply_by_group)(codes, scales, row_offsets, by, out)
     return out
 
 
 @_grouped_fp8.register_fake
 def _grouped_fp8_fake(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Tensor, *given: Any) -> Tensor:
-    return codes.new_empty(codes.shape[0], weight.shape[1], dtype=given[1])
+    return codes.new_empty(codes.shape[0], weight_of(weight, given[0]).shape[1], dtype=given[1])
 
 
 def takes_large_tiles(codes: Tensor, groups: int) -> bool:
@@ -193,8 +228,8 @@ def takes_large_tiles(codes: Tensor, groups: int) -> bool:
     return torch.cuda.get_device_capability(codes.device)[0] == 9
 
 
-def launch_kernel(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, out: Tensor) -> None:
-    """Fill ``out`` by a kernel: the one in Gluon where :func:`takes_large_tiles`, else the Triton kernel."""
+def launch_kernel(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, out: Tensor) -> None:
+    """Fill ``out`` by the kernel for such weights."""
     from moelink.kernels.launch.device import is_interpreted
 
     if not codes.is_cuda and not is_interpreted():
@@ -202,17 +237,10 @@ def launch_kernel(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Bl
             "grouped_fp8: expected CUDA tensors for the kernel, or Triton's interpreter (TRITON_INTERPRET=1, set "
             f"before triton is imported), got tensors on {codes.device}; use implementation='torch'"
         )
-    if takes_large_tiles(codes, len(weight.codes)):
-        from moelink.rows.grouped_gluon import launch as launch_gluon
-
-        launch_gluon(codes, scales, row_offsets, weight.codes, weight.scales, out)
-        return
-    from moelink.rows.grouped_fp8 import launch
-
-    launch(codes, scales, row_offsets, weight.codes, weight.scales, out)
+    weight.launch(codes, scales, row_offsets, out)
 
 
-def multiply_by_group(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, out: Tensor) -> None:
+def multiply_by_group(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, out: Tensor) -> None:
     """Fill ``out`` by the twin."""
     if codes.is_cuda and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
@@ -222,6 +250,4 @@ def multiply_by_group(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight
     offsets = [min(offset, len(codes)) for offset in row_offsets.tolist()]
     for group, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
         if start < end:
-            rows = e4m3_to_f32(codes[start:end]) * scales[:, start:end].t().repeat_interleave(BLOCK, 1)
-            numbers = dequantize_weight(BlockQuantized(weight.codes[group], weight.scales[group]))
-            out[start:end] = (rows @ numbers.t()).to(out.dtype)
+            out[start:end] = weight.times(group, codes[start:end], scales[:, start:end]).to(out.dtype)

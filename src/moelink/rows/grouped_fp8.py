@@ -35,6 +35,8 @@ with rows has 1 x 2 tiles; of 4 programs, 0 and 1 compute one each.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -66,6 +68,7 @@ class GroupedConstants(Constants):
             or 2, which share the loaded rows.
         BAND: tiles of rows that the tiles in progress span before they go on to the next columns.
         SWAPPED: multiply weight by transposed rows. DESCRIPTORS: load tiles through tensor descriptors.
+        BLOCKS: of K that an iteration multiplies; :mod:`moelink.rows.grouped_mxfp4` reads it.
         OPERANDS: the type of the factors: "fp8" if the device can, else "fp16" (exact), or "fp32" interpreted.
         NATIVE_CASTS: the device's narrow conversions. DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
     """
@@ -80,13 +83,14 @@ class GroupedConstants(Constants):
     BAND: int
     SWAPPED: bool
     DESCRIPTORS: bool
+    BLOCKS: int
     OPERANDS: str
     NATIVE_CASTS: bool
     DEPENDENT_LAUNCH: bool = False
 
 
 @triton.jit
-def _operand(block, S: tl.constexpr):
+def operand(block, S: tl.constexpr):
     """Convert codes to the type of the factors."""
     if S.OPERANDS == "fp8":
         return block
@@ -104,7 +108,7 @@ def _load_block(source, row, first_row, k, S: tl.constexpr):
     else:
         at = row.to(tl.int64)[:, None] * S.K + tl.arange(0, _BLOCK)[None, :]
         block = tl.load(source + at + k * _BLOCK)
-    return _operand(block, S)
+    return operand(block, S)
 
 
 @triton.jit
@@ -117,13 +121,13 @@ def _times(rows, weight, S: tl.constexpr):
 
 
 @triton.jit
-def _along_rows(values, S: tl.constexpr):
+def along_rows(values, S: tl.constexpr):
     """A value of each row of a tile, shaped to fit its sums."""
     return values[None, :] if S.SWAPPED else values[:, None]
 
 
 @triton.jit
-def _store_part(out, sums, row, end, first_column, S: tl.constexpr):
+def store_part(out, sums, row, end, first_column, S: tl.constexpr):
     """Round a part of a tile and store it, as far as its rows and columns exist."""
     if S.SWAPPED:
         sums = sums.T
@@ -145,6 +149,33 @@ def tile_in_group(number, row_tiles, S: tl.constexpr):
     inside = number - band * (S.BAND * COLUMN_TILES)
     height = tl.minimum(row_tiles - band * S.BAND, S.BAND)
     return band * S.BAND + inside % height, inside // height
+
+
+@triton.jit
+def count_tiles(row_offsets, rows, least, most, S: tl.constexpr):
+    """The number of tiles of each group and of those before it, [GROUPS_POW2], of groups of ``least`` to ``most`` rows.
+
+    Groups of 3, 0 and 20 rows, ``most`` 16, BLOCK_ROWS 16, two tiles of columns: 2, 2, 2.
+    """
+    COLUMN_TILES: tl.constexpr = (S.N + S.BLOCK_COLUMNS * S.PARTS - 1) // (S.BLOCK_COLUMNS * S.PARTS)
+    groups = tl.arange(0, S.GROUPS_POW2)
+    starts = tl.load(row_offsets + groups, mask=groups < S.NUM_GROUPS, other=0)
+    ends = tl.load(row_offsets + groups + 1, mask=groups < S.NUM_GROUPS, other=0)
+    sizes = tl.minimum(ends, rows) - tl.minimum(starts, rows)
+    served = (sizes >= least) & (sizes <= most)
+    return tl.cumsum(tl.where(served, tl.cdiv(sizes, S.BLOCK_ROWS) * COLUMN_TILES, 0), 0)
+
+
+@triton.jit
+def find_tile(tile, last_tiles, row_offsets, rows, S: tl.constexpr):
+    """``(group, (row tile, column tile), (first row, end))`` of tile number ``tile``; ``last_tiles`` as of
+    :func:`count_tiles`."""
+    before = last_tiles <= tile
+    group = tl.sum(before.to(tl.int32), 0)
+    start = tl.load(row_offsets + group)
+    end = tl.minimum(tl.load(row_offsets + group + 1), rows)
+    inside = tile - tl.max(tl.where(before, last_tiles, 0), 0)
+    return group, tile_in_group(inside, tl.cdiv(end - start, S.BLOCK_ROWS), S), (start, end)
 
 
 @triton.jit
@@ -178,36 +209,24 @@ def _tile(codes, scales, weight, weight_scales, out, rows, group, place, bounds,
         by_scale = tl.load(first_scale + ahead)
         block = _load_block(codes, present, first_row, k, S)
         by = _load_block(weight, weight_row, group * S.N + first_column, k, S)
-        sums += _times(block, by, S) * _along_rows(factor, S)
+        sums += _times(block, by, S) * along_rows(factor, S)
         if S.PARTS == 2:
             next_by = tl.load(next_scale + ahead)
             by = _load_block(weight, next_row, group * S.N + first_column + S.BLOCK_COLUMNS, k, S)
-            next_sums += _times(block, by, S) * _along_rows(next_factor, S)
-    _store_part(out, sums, row, bounds[1], first_column, S)
+            next_sums += _times(block, by, S) * along_rows(next_factor, S)
+    store_part(out, sums, row, bounds[1], first_column, S)
     if S.PARTS == 2:
-        _store_part(out, next_sums, row, bounds[1], first_column + S.BLOCK_COLUMNS, S)
+        store_part(out, next_sums, row, bounds[1], first_column + S.BLOCK_COLUMNS, S)
 
 
 @triton.jit(do_not_specialize=["rows", "least", "most"])
 def grouped_fp8_kernel(codes, scales, row_offsets, weight, weight_scales, out, rows, least, most, S: tl.constexpr):
     """See the module."""
     follow_previous_launch(S)
-    COLUMN_TILES: tl.constexpr = (S.N + S.BLOCK_COLUMNS * S.PARTS - 1) // (S.BLOCK_COLUMNS * S.PARTS)
-    groups = tl.arange(0, S.GROUPS_POW2)
-    starts = tl.load(row_offsets + groups, mask=groups < S.NUM_GROUPS, other=0)
-    ends = tl.load(row_offsets + groups + 1, mask=groups < S.NUM_GROUPS, other=0)
-    sizes = tl.minimum(ends, rows) - tl.minimum(starts, rows)
-    served = (sizes >= least) & (sizes <= most)
-    last_tiles = tl.cumsum(tl.where(served, tl.cdiv(sizes, S.BLOCK_ROWS) * COLUMN_TILES, 0), 0)
-    total = tl.max(last_tiles, 0)
-    for tile in range(tl.program_id(0), total, tl.num_programs(0)):
-        before = last_tiles <= tile
-        group = tl.sum(before.to(tl.int32), 0)
-        start = tl.load(row_offsets + group)
-        end = tl.minimum(tl.load(row_offsets + group + 1), rows)
-        inside = tile - tl.max(tl.where(before, last_tiles, 0), 0)
-        place = tile_in_group(inside, tl.cdiv(end - start, S.BLOCK_ROWS), S)
-        _tile(codes, scales, weight, weight_scales, out, rows, group, place, (start, end), S)
+    last_tiles = count_tiles(row_offsets, rows, least, most, S)
+    for tile in range(tl.program_id(0), tl.max(last_tiles, 0), tl.num_programs(0)):
+        group, place, bounds = find_tile(tile, last_tiles, row_offsets, rows, S)
+        _tile(codes, scales, weight, weight_scales, out, rows, group, place, bounds, S)
 
 
 @dataclass(frozen=True)
@@ -223,6 +242,7 @@ class Tiles:
         num_warps, num_stages: of the compiled kernel; stages are the blocks of K in flight.
         programs: of each SM.
         band: tiles of rows that tiles in progress span.
+        blocks: of K that an iteration multiplies, where :mod:`moelink.rows.grouped_mxfp4` finds a multiple of it.
     """
 
     rows: int
@@ -234,6 +254,7 @@ class Tiles:
     num_stages: int = 4
     programs: int = 1
     band: int = 16
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -284,7 +305,8 @@ def constants_of(tiles: Tiles, weight: torch.Size, *, operands: str, native: boo
     return GroupedConstants(
         K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups), BLOCK_ROWS=tiles.rows,
         BLOCK_COLUMNS=tiles.columns, PARTS=tiles.parts, BAND=tiles.band, SWAPPED=tiles.swapped,
-        DESCRIPTORS=tiles.descriptors, OPERANDS=operands, NATIVE_CASTS=native,
+        DESCRIPTORS=tiles.descriptors, BLOCKS=math.gcd(tiles.blocks, inner // BLOCK), OPERANDS=operands,
+        NATIVE_CASTS=native,
     )  # fmt: skip
 
 
@@ -331,23 +353,30 @@ def launch(
     weight_scales: torch.Tensor, out: torch.Tensor, settings: Settings | None = None,
 ) -> None:  # fmt: skip
     """Fill ``out`` [R, N] for the rows there are. All tensors are contiguous, of the shapes in the module's table."""
-    rows, shape = out.shape[0], weight.shape
+    launch_tiles(grouped_fp8_kernel, (codes, scales, row_offsets, weight, weight_scales, out), weight.shape, settings)
+
+
+def launch_tiles(kernel: Any, tensors: Sequence[torch.Tensor], shape: torch.Size, settings: Settings | None) -> None:
+    """Launch ``kernel`` for groups of few rows and of many, with ``tensors`` as :func:`launch` takes them; the weights
+    are [G, N, K], which is ``shape``, or have it in another form."""
+    codes, scales, row_offsets, weight, weight_scales, out = tensors
+    rows = out.shape[0]
     if not rows or not shape[1]:
         return
     few, many = launches_of(settings, shape, out.device)
-    flat = weight.view(-1, shape[2])
     if few.operands != codes.dtype:
-        codes, flat = codes.view(few.operands), flat.view(few.operands)
+        codes = codes.view(few.operands)
+    if weight.dtype == torch.float8_e4m3fn:
+        weight = weight.view(few.operands).view(-1, shape[2])
     for one in (few, many) if rows > few.most else (few,):
         tiles = one.tiles
         left: Any = codes if one.rows is None else Block(codes, one.rows)
-        right: Any = flat if one.columns is None else Block(flat, one.columns)
+        right: Any = weight if one.columns is None else Block(weight, one.columns)
         # A group begins at most one tile that is not full.
         row_tiles = min(rows, ceil_div(rows, tiles.rows) + shape[0])
         # The sum over kb uses FMAs: the kernel was tuned with them, and promises no bits.
         common.launch(
-            grouped_fp8_kernel,
-            (left, scales, row_offsets, right, weight_scales, out, rows, one.least, one.most or rows),
+            kernel, (left, scales, row_offsets, right, weight_scales, out, rows, one.least, one.most or rows),
             one.constants, row_tiles * one.column_tiles, absent=row_offsets, per_sm=tiles.programs, fused=True,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip

@@ -1,0 +1,156 @@
+"""Weights in mxfp4: two e2m1 codes a byte and an e8m0 scale for each 32 elements along K, as gpt_oss is published.
+
+Legend: ``G`` groups, ``N`` columns of the output, ``K`` columns of a row. Checkpoints have *blocks* [..., N, K / 32, 16]
+uint8, the even element in the low nibble, and *scales* [..., N, K / 32] uint8. The kernel
+(:mod:`moelink.rows.grouped_mxfp4`) reads the same bits in another order, :class:`Mxfp4Weight`.
+
+Accuracy of the product, against exact arithmetic on the numbers of rows and weights: an element of the output is within
+the bound of :mod:`moelink.nn.block_quantized`, with e 2**-18 where sums are fp32. Tensor cores of compute capability
+9.0 add 32 products at a time, those of one scale, and keep about 14 bits: there e is 2**-8 at worst, and tests hold rows
+whose terms have either sign to 2**-10.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moelink.errors import ArgumentError
+from moelink.formats.casts import (
+    E8M0_NAN,
+    amax,
+    e2m1_to_f32,
+    e4m3_to_f32,
+    e8m0_reciprocal,
+    f32_to_e2m1,
+    pack_e2m1,
+    unpack_e2m1,
+)
+
+BLOCK, GROUP = 128, 32
+"""Elements of a row, and of a weight, that share a scale."""
+
+
+@dataclass(frozen=True)
+class Mxfp4Weight:
+    """Weights [..., N, K] in mxfp4, in the order in which the kernel reads them.
+
+    Attributes:
+        codes: [..., K / 64, N, 32] uint8, two elements a byte (:mod:`moelink.rows.grouped_mxfp4`).
+        scales: [..., K / 128, N] int32, four e8m0 codes each. Code 0 counts as a scale of zero, 255 as inf.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    kind: ClassVar[str] = "mxfp4"
+
+    @classmethod
+    def from_blocks(cls, blocks: Tensor, scales: Tensor) -> Mxfp4Weight:
+        """Reorder a checkpoint's ``blocks`` [..., N, K / 32, 16] and ``scales`` [..., N, K / 32], uint8 (or e8m0).
+
+        Raises:
+            ArgumentError: shapes or dtypes are others, or K is not a multiple of 128.
+        """
+        rows, count = blocks.shape[-3:-1] if blocks.dim() > 2 else (0, 0)
+        if blocks.dtype != torch.uint8 or not rows or not count or count % 4 or blocks.shape[-1] != 16:
+            raise ArgumentError("blocks", "uint8 [..., N, K / 32, 16] with K a multiple of 128",
+                                f"{blocks.dtype} {list(blocks.shape)}")  # fmt: skip
+        if scales.shape != blocks.shape[:-1] or scales.element_size() != 1:
+            raise ArgumentError("scales", f"uint8 {list(blocks.shape[:-1])}", f"{scales.dtype} {list(scales.shape)}")
+        codes = blocks.new_empty(*blocks.shape[:-3], count // 2, rows, GROUP)
+        matrices = zip(blocks.reshape(-1, rows, count, 16), codes.view(-1, *codes.shape[-3:]), strict=True)
+        for block, packed in matrices:  # one after the other, so that no copy of all codes exists
+            pairs = unpack_e2m1(block).view(rows, -1, 2, GROUP).transpose(0, 1)
+            first, second = pairs[:, :, 0], pairs[:, :, 1]
+            packed.copy_((first & 7) | (first & 8) << 2)
+            packed |= (second & 6) << 2 | (second & 1) << 6 | (second & 8) << 4
+        words = scales.view(torch.uint8).contiguous().view(torch.int32)
+        return cls(codes, words.transpose(-1, -2).contiguous())
+
+    def to_blocks(self) -> tuple[Tensor, Tensor]:
+        """Return the blocks and scales of a checkpoint, the inverse of :meth:`from_blocks`."""
+        b = self.codes.transpose(-2, -3)
+        first = b & 7 | b >> 2 & 8
+        second = b >> 2 & 6 | b >> 6 & 1 | b >> 4 & 8
+        codes = torch.stack((first, second), dim=-2)
+        blocks = pack_e2m1(codes).reshape(*codes.shape[:-3], -1, GROUP // 2)
+        return blocks, self.scales.transpose(-1, -2).contiguous().view(torch.uint8)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[..., N, K]."""
+        *outer, count, rows, width = self.codes.shape
+        return torch.Size((*outer, rows, 2 * count * width))
+
+    def expected(self, groups: int, columns: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of codes and scales of weights [G, N, K]."""
+        return (groups, inner // (2 * GROUP), columns, GROUP), (groups, inner // BLOCK, columns)
+
+    dtypes: ClassVar[tuple[torch.dtype, torch.dtype]] = (torch.uint8, torch.int32)
+
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        """Return the elements [..., N, K], before their scales, and the scales [..., N, K / 32], both fp32."""
+        blocks, scales = self.to_blocks()
+        return e2m1_to_f32(unpack_e2m1(blocks)).flatten(-2), (scales.to(torch.int32) << 23).view(torch.float32)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the numbers [..., N, K]."""
+        numbers, scales = self.numbers()
+        return (numbers * scales.repeat_interleave(GROUP, -1)).to(dtype)
+
+    def times(self, group: int, codes: Tensor, scales: Tensor) -> Tensor:
+        """Return the product [n, N] fp32 of rows, ``codes`` [n, K] and ``scales`` [K / 128, n], and the weights of
+        ``group``: the twin of the kernel, with its order of sums."""
+        numbers, factors = Mxfp4Weight(self.codes[group], self.scales[group]).numbers()
+        rows = e4m3_to_f32(codes).unflatten(1, (-1, 4, GROUP)).permute(1, 2, 0, 3)
+        columns = numbers.unflatten(1, (-1, 4, GROUP)).permute(1, 2, 3, 0)
+        factors = factors.unflatten(1, (-1, 4)).permute(1, 2, 0)
+        out = scales.new_zeros(codes.shape[0], numbers.shape[0])
+        for row, column, factor, by_row in zip(rows, columns, factors, scales, strict=True):
+            d = torch.bmm(row, column) * factor[:, None]
+            out += (d[0] + d[1] + d[2] + d[3]) * by_row[:, None]
+        return out
+
+    def launch(self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor) -> None:
+        """Fill ``out`` by the kernel."""
+        from moelink.rows.grouped_mxfp4 import launch
+
+        launch(codes, scales, row_offsets, self.codes, self.scales, out)
+
+
+def quantize_mxfp4(weight: Tensor) -> Mxfp4Weight:
+    """Quantise [..., N, K] to mxfp4, by the conversion of the OCP specification of MX formats.
+
+    Of each 32 elements ``scale = 2**(floor(log2(amax)) - 2)`` and ``code = e2m1(weight / scale)``, nearest even,
+    saturating at 6. The division is exact. amax below 2**-124 gives the scale's code 0, for zeros; an inf counts as the
+    largest number, and a NaN makes its scale NaN.
+
+    Raises:
+        ArgumentError: ``weight`` has fewer than two dimensions, is not floating point, or K is not a multiple of 128.
+
+    >>> blocks, scales = quantize_mxfp4(torch.full((1, 128), 3.0)).to_blocks()
+    >>> scales.tolist(), blocks[0, 0, 0].item() == 0x77  # 6 * 2**-1
+    ([[126, 126, 126, 126]], True)
+    """
+    if weight.dim() < 2 or not weight.is_floating_point() or weight.shape[-1] % BLOCK or not weight.shape[-1]:
+        got = f"{weight.dtype} {list(weight.shape)}"
+        raise ArgumentError("weight", f"floating point [..., N, K] with K a multiple of {BLOCK}", got)
+    weight = weight.detach()
+    rows, inner = weight.shape[-2:]
+    blocks = torch.empty(*weight.shape[:-1], inner // GROUP, GROUP // 2, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(blocks.shape[:-1], dtype=torch.uint8, device=weight.device)
+    matrices = zip(
+        weight.reshape(-1, rows, inner), blocks.view(-1, *blocks.shape[-3:]), scales.view(-1, *scales.shape[-2:]),
+        strict=True,
+    )  # fmt: skip
+    for one, block, scale in matrices:
+        groups = one.to(torch.float32).unflatten(1, (-1, GROUP))
+        largest = amax(groups)
+        code = ((largest.view(torch.int32) >> 23) - 2).clamp(min=0)
+        scale.copy_(torch.where(largest.isnan(), E8M0_NAN, code))
+        scaled = torch.where((scale == 0)[..., None], 0.0, groups * e8m0_reciprocal(scale)[..., None])
+        block.copy_(pack_e2m1(f32_to_e2m1(scaled)))
+    return Mxfp4Weight.from_blocks(blocks, scales)
