@@ -4,9 +4,9 @@
 ``moe``              the layer, and its load as JSON
 ``router``           the experts of each token, and their weights
 ``aux_loss``         auxiliary losses of routers
-``placed_experts``   the experts of a rank, in the layer's dtype and in fp8
+``placed_experts``   the experts of a rank, in the layer's dtype, in fp8 and in mxfp4
 ``experts``          grouped matrix products over received rows; the dense block, for shared experts
-``block_quantized``  weights in fp8 and their product; ``expert_backends`` chooses a product
+``block_quantized``  weights in fp8 and the product; ``mxfp4`` weights in 4 bits; ``expert_backends`` chooses a product
 ``load``             tokens per expert and rank
 ``placement``        experts on ranks, by load; ``balance`` moves them
 ``survival``         experts that outlive their ranks, by ``host_copies`` and replicas
@@ -25,6 +25,7 @@ from moelink.nn.checkpoint import TrainingState
 from moelink.nn.experts import GatedMLP, grouped_experts
 from moelink.nn.load import LoadMeter, LoadStats
 from moelink.nn.moe import MoE, load_report, save_load
+from moelink.nn.mxfp4 import Mxfp4Weight, quantize_mxfp4
 from moelink.nn.owned import fully_shard, mark_experts
 from moelink.nn.parallel import (
     all_reduce_gradients,
@@ -50,6 +51,7 @@ __all__ = [
     "LoadMeter",
     "LoadStats",
     "MoE",
+    "Mxfp4Weight",
     "Placement",
     "QuantizedExperts",
     "RestoredExperts",
@@ -70,6 +72,7 @@ __all__ = [
     "mark_experts",
     "merge_state_dicts",
     "place_experts",
+    "quantize_mxfp4",
     "quantize_weight",
     "refresh_host_copies",
     "restore_experts",

@@ -7,6 +7,7 @@ backend         multiplies by                                         needs
 ==============  ====================================================  ==================================================
 ``triton``      :mod:`moelink.rows.grouped_fp8`                       CUDA, or Triton's interpreter
 ``torch``       its twin: dequantised numbers in fp32, by group       nothing; on CUDA it waits for the host
+``mxfp4``       :mod:`moelink.rows.grouped_mxfp4`: weights in 4 bits  nothing; elsewhere than on CUDA its twin
 ``flashinfer``  ``flashinfer.gemm.group_gemm_fp8_nt_groupwise``       compute capability 10.x
 ``dequantize``  ``torch._grouped_mm``, after rows became numbers      nothing; weights stay in ``dtype``
 ``auto``        the one that was measured to be fastest, see below    nothing
@@ -18,7 +19,8 @@ nvfp4 need instructions of compute capability 10.0, and no backend uses them yet
 
 "auto" is never slower than "dequantize", which is the default. On compute capability 9.0 it takes ``triton``: both
 products and the activation take 0.35-0.79 of the time of bf16 for 4 to 4096 rows a group (``experts_h200.json``). Other
-devices were not measured, so it takes "dequantize" there, unless weights are stored in fp8 alone.
+devices were not measured, so it takes "dequantize" there, unless weights are stored in fp8 alone. It never takes
+``mxfp4``, which changes the numbers of weights: that is for users to choose.
 
 DeepGEMM's contiguous product was a backend. It computes whole tiles of 128 rows, and reads the group of each row from
 an index that every call has to compute. Its times over those of ``triton`` on one H200
@@ -38,12 +40,22 @@ from torch import Tensor
 
 from moelink.config import EPConfig
 from moelink.errors import ConfigError, UnsupportedError
-from moelink.nn.block_quantized import BLOCK, OUTPUT_DTYPES, BlockQuantized, launch_kernel, multiply_by_group
+from moelink.nn.block_quantized import (
+    BLOCK,
+    OUTPUT_DTYPES,
+    BlockQuantized,
+    Weight,
+    launch_kernel,
+    multiply_by_group,
+    quantize_weight,
+)
 from moelink.nn.experts import Activation
+from moelink.nn.mxfp4 import Mxfp4Weight, quantize_mxfp4
+from moelink.rows import eager
 from moelink.rows.activation import Clamp
 from moelink.rows.gated import known_activation
 
-ExpertsBackend = Literal["auto", "triton", "torch", "flashinfer", "dequantize"]
+ExpertsBackend = Literal["auto", "triton", "torch", "mxfp4", "flashinfer", "dequantize"]
 
 MEASURED = (9,)
 """Major compute capabilities on which products in fp8 were measured to be faster than those in bf16."""
@@ -160,12 +172,16 @@ def what_library_lacks(library: str, device: torch.device) -> Lack | None:
     return None if major == 10 else Lack("a CUDA device of compute capability 10.x", f"{device}, {major}.x")
 
 
-def multiply(
-    backend: str, codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: BlockQuantized, out: Tensor
-) -> None:
+def quantize_for(backend: str, weight: Tensor) -> Weight:
+    """Quantise weights [G, N, K] to what ``backend`` multiplies."""
+    return quantize_mxfp4(weight) if backend == "mxfp4" else quantize_weight(weight)
+
+
+def multiply(backend: str, codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, out: Tensor) -> None:
     """Fill ``out`` [R, N] with rows times the weights of their groups; arguments as ``grouped_fp8`` has them."""
     by: dict[str, Any] = {
         "triton": launch_kernel, "torch": multiply_by_group, "flashinfer": _by_flashinfer,
+        "mxfp4": launch_kernel if eager.takes_kernels(codes) else multiply_by_group,
     }  # fmt: skip
     by[backend](codes, scales, row_offsets, weight, out)
 

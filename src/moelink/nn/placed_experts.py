@@ -14,9 +14,9 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.errors import UnsupportedError
 from moelink.formats import get_format
-from moelink.nn.block_quantized import BlockQuantized, check_product, quantize_weight
+from moelink.nn.block_quantized import Weight, check_product, weight_of
 from moelink.nn.checkpoint import refuse_plain_checkpoints
-from moelink.nn.expert_backends import multiply
+from moelink.nn.expert_backends import multiply, quantize_for
 from moelink.nn.experts import Activation, grouped_experts
 from moelink.nn.owned import Ownership, Wrapping, share_of_gradient
 from moelink.nn.parameters import EXPERTS, SHARED, KeepsBuffers, KnowsRows, draw, part_of
@@ -57,6 +57,11 @@ class PlacedExperts(torch.nn.Module):
         return Ownership.of(*self.ranks, self.first, self.num_local_experts, placed, self.num_shared)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """(groups, hidden_size, intermediate_size)."""
+        return tuple(self.down_proj.shape)
+
+    @property
     def weights(self) -> list[Tensor]:
         """The stacked tensors, in the order of ``stacked``."""
         return [getattr(self, name).detach() for name in self.stacked]
@@ -71,7 +76,7 @@ class PlacedExperts(torch.nn.Module):
         self.first = ExpertMap(config.num_experts, config.world_size).first(config.rank)
 
     def extra_repr(self) -> str:
-        groups, hidden, inner = self.down_proj.shape
+        groups, hidden, inner = self.sizes
         last = self.first + groups - self.num_shared - 1
         shared = ", shared expert in group 0" if self.num_shared else ""
         return f"{hidden}, {inner}, experts {self.first} to {last} of {self.placement.num_physical}{shared}"
@@ -143,24 +148,26 @@ class Experts(PlacedExperts, KnowsRows):
 
     def quantized(self, backend: str) -> QuantizedExperts:
         """Experts of these weights in fp8 (:func:`moelink.nn.quantize_weight`), multiplied by ``backend``, one of
-        "triton", "torch", "flashinfer". :meth:`MoE.quantize_experts` checks that it can run."""
+        "triton", "torch", "flashinfer", or in mxfp4 (:func:`moelink.nn.quantize_mxfp4`) for "mxfp4".
+        :meth:`MoE.quantize_experts` checks that it can run."""
         return QuantizedExperts(
-            quantize_weight(self.gate_up_proj), quantize_weight(self.down_proj), backend=backend,
+            quantize_for(backend, self.gate_up_proj), quantize_for(backend, self.down_proj), backend=backend,
             activation=self.activation, experts=(self.first, self.num_shared), placement=self.placement,
             dtype=self.down_proj.dtype, ranks=self.ranks,
         )  # fmt: skip
 
 
 class QuantizedExperts(PlacedExperts, KeepsBuffers):
-    """The gated feed-forward experts of one rank in fp8, stacked; made by :meth:`moelink.nn.Experts.quantized`.
+    """The gated feed-forward experts of one rank in fp8 or mxfp4, stacked; made by :meth:`moelink.nn.Experts.quantized`.
 
     Rows in format fp8_block128 are multiplied as they are. Between the two products
     :func:`moelink.activation.silu_and_quantize` quantises again. For inference: there are no gradients.
 
     Args:
-        gate_up: codes [G, 2 * I, H], rows of gate before rows of up.
-        down: codes [G, H, I].
-        backend: one of "triton", "torch", "flashinfer" (:mod:`moelink.nn.expert_backends`).
+        gate_up: of shape [G, 2 * I, H], rows of gate before rows of up.
+        down: of shape [G, H, I].
+        backend: one of "triton", "torch", "flashinfer" (:mod:`moelink.nn.expert_backends`), or "mxfp4" for weights in
+            mxfp4.
         activation: silu or a :class:`moelink.activation.Clamp`.
         experts: (id of the first physical expert here, 1 if group 0 is the fused shared expert).
         placement: the expert of each physical expert.
@@ -180,8 +187,8 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
 
     def __init__(
         self,
-        gate_up: BlockQuantized,
-        down: BlockQuantized,
+        gate_up: Weight,
+        down: Weight,
         *,
         backend: str,
         activation: Activation | Clamp,
@@ -212,14 +219,24 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
         """
         gate_up, gate_up_scales, down, down_scales = [part_of(self, self._buffers, name) for name in self.stacked]
         if torch.compiler.is_compiling():  # else the operator checks them, once for tensors of a kind
-            check_product(codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), self.dtype)
+            check_product(codes, scales, row_offsets, weight_of(gate_up, gate_up_scales), self.dtype)
         return eager.run(  # type: ignore[no-any-return]
             torch.ops.moelink.quantized_experts, _quantized_experts, None, codes, scales, row_offsets, gate_up,
             gate_up_scales, down, down_scales, self.backend, self._clamp, self.dtype,
         )  # fmt: skip
 
+    @property
+    def down(self) -> Weight:
+        """The weights of the second product."""
+        return weight_of(self.down_proj, self.down_scales)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """(groups, hidden_size, intermediate_size)."""
+        return tuple(self.down.shape)
+
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fp8, backend {self.backend!r}"
+        return f"{super().extra_repr()}, {self.down.kind}, backend {self.backend!r}"
 
 
 def refuse_gradients(
@@ -259,7 +276,7 @@ def _quantized_experts(
     if not codes.shape[0]:
         return _quantized_experts_fake(*given, dtype)
     rest = backend, tuple(clamp), dtype
-    if backend == "triton" and eager.takes_kernels(codes):
+    if backend in ("triton", "mxfp4") and eager.takes_kernels(codes):
         return eager.repeated(given, _compute, *rest)[0]
     return _compute(*given, *rest)[0][0]
 
@@ -277,21 +294,22 @@ def _compute(
     dtype: torch.dtype,
 ) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
     """Return the output, and the tensors between, of tensors that fit together."""
-    check_product(codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), dtype)
-    between = codes.new_empty(codes.shape[0], gate_up.shape[1], dtype=dtype)
-    out = codes.new_empty(codes.shape[0], down.shape[1], dtype=dtype)
-    multiply(backend, codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), between)
+    first, second = weight_of(gate_up, gate_up_scales), weight_of(down, down_scales)
+    check_product(codes, scales, row_offsets, first, dtype)
+    between = codes.new_empty(codes.shape[0], first.shape[1], dtype=dtype)
+    out = codes.new_empty(codes.shape[0], second.shape[1], dtype=dtype)
+    multiply(backend, codes, scales, row_offsets, first, between)
     bounds = Clamp(*clamp) if clamp else None
     inner, inner_scales = quantize_activation(between, row_offsets, get_format(INNER_FORMAT), bounds)
-    multiply(backend, inner, inner_scales, row_offsets, BlockQuantized(down, down_scales), out)
+    multiply(backend, inner, inner_scales, row_offsets, second, out)
     return (out,), (between, inner, inner_scales)
 
 
 def _quantized_experts_fake(codes: Tensor, *given: Any) -> Tensor:
-    scales, row_offsets, gate_up, gate_up_scales, down = given[:5]
+    scales, row_offsets, gate_up, gate_up_scales, down, down_scales = given[:6]
     dtype = given[-1]
-    check_product(codes, scales, row_offsets, BlockQuantized(gate_up, gate_up_scales), dtype)
-    return codes.new_empty(codes.shape[0], down.shape[1], dtype=dtype)
+    check_product(codes, scales, row_offsets, weight_of(gate_up, gate_up_scales), dtype)
+    return codes.new_empty(codes.shape[0], weight_of(down, down_scales).shape[1], dtype=dtype)
 
 
 torch.library.custom_op("moelink::quantized_experts", _quantized_experts, mutates_args=()).register_fake(

@@ -243,6 +243,7 @@ class Tiles:
         programs: of each SM.
         band: tiles of rows that tiles in progress span.
         blocks: of K that an iteration multiplies, where :mod:`moelink.rows.grouped_mxfp4` finds a multiple of it.
+        registers: the most of a thread; None for the compiler's choice.
     """
 
     rows: int
@@ -255,6 +256,7 @@ class Tiles:
     programs: int = 1
     band: int = 16
     blocks: int = 1
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -374,9 +376,10 @@ def launch_tiles(kernel: Any, tensors: Sequence[torch.Tensor], shape: torch.Size
         right: Any = weight if one.columns is None else Block(weight, one.columns)
         # A group begins at most one tile that is not full.
         row_tiles = min(rows, ceil_div(rows, tiles.rows) + shape[0])
+        bounded = {} if tiles.registers is None else {"maxnreg": tiles.registers}
         # The sum over kb uses FMAs: the kernel was tuned with them, and promises no bits.
         common.launch(
             kernel, (left, scales, row_offsets, right, weight_scales, out, rows, one.least, one.most or rows),
             one.constants, row_tiles * one.column_tiles, absent=row_offsets, per_sm=tiles.programs, fused=True,
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **bounded,
         )  # fmt: skip

@@ -129,7 +129,7 @@ def grouped_mxfp4_kernel(codes, scales, row_offsets, weight, weight_scales, out,
 _tiles = partial(Tiles, swapped=True, descriptors=False)
 INTERPRETED = Settings(few=_tiles(16, 64), many=_tiles(32, 128, band=2), most_few=8)
 """Small tiles, of which small tests have several."""
-DEFAULT = Settings(few=_tiles(16, 128, num_stages=4, programs=4), many=_tiles(64, 128, num_warps=8, num_stages=4),
+DEFAULT = Settings(few=_tiles(16, 128, num_stages=4, programs=4, registers=128), many=_tiles(64, 128, num_warps=8, num_stages=4),
                    most_few=16)  # fmt: skip
 WITHOUT_FP8 = Settings(few=_tiles(16, 64, num_stages=2, programs=2), many=_tiles(64, 64, num_stages=2, programs=2))
 """Of devices whose matrix units do not take these codes."""
