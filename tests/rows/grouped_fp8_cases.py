@@ -59,6 +59,17 @@ def problem(
     return Problem(codes.to(device), scales.to(device), offsets.to(device), weight, exact)
 
 
+def exact_problem(
+    sizes: tuple[int, ...], room: int, inner: int, columns: int, device: str = "cpu"
+) -> Problem:
+    """Of small integers and scales that are powers of two: all sums are exact in fp32 and in tensor cores."""
+    given, generator = problem(sizes, room, inner, columns, spread=2, kind="mxfp4"), torch.Generator().manual_seed(1)
+    codes = torch.randint(-2, 3, given.codes.shape, generator=generator).to(torch.float8_e4m3fn)
+    scales = 2.0 ** torch.randint(-2, 3, given.scales.shape, generator=generator)
+    weight = Mxfp4Weight(given.weight.codes.to(device), given.weight.scales.to(device))
+    return Problem(codes.to(device), scales.to(device), given.offsets.to(device), weight, given.exact.to(device))
+
+
 def fp8_weights(
     groups: int, columns: int, inner: int, spread: int, generator: torch.Generator, device: str
 ) -> tuple[BlockQuantized, Tensor]:

@@ -29,6 +29,7 @@ SCRIPTS: Mapping[str, str] = MappingProxyType({
     "host": "Measure host time of calls, of operators or of a layer.",
     "launchers": "Compare the launchers of moelink.contract with init's.",
     "membership": "Measure the pauses when ranks are masked and admitted.",
+    "mxfp4": "Time products with weights in mxfp4 beside fp8.",
     "ncu": "Record hardware counters or stalls by Nsight Compute.",
     "overlap": "Measure how much communication experts could hide.",
     "quotients": "Count the corrections that quotients of scales need.",

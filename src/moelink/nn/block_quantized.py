@@ -58,11 +58,18 @@ class BlockQuantized:
         """Shapes of codes and scales of weights [G, N, K]."""
         return (groups, columns, inner), (groups, ceil_div(columns, BLOCK), inner // BLOCK)
 
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the numbers [..., N, K]."""
+        rows, inner = self.codes.shape[-2:]
+        scales = self.scales.repeat_interleave(BLOCK, -2).narrow(-2, 0, rows)
+        scales = scales.repeat_interleave(BLOCK, -1).narrow(-1, 0, inner)
+        return (e4m3_to_f32(self.codes) * scales).to(dtype)
+
     def times(self, group: int, codes: Tensor, scales: Tensor) -> Tensor:
         """Return the product [n, N] fp32 of rows, ``codes`` [n, K] and ``scales`` [K / 128, n], and the weights of
         ``group``: the twin of the kernel."""
         rows = e4m3_to_f32(codes) * scales.t().repeat_interleave(BLOCK, 1)
-        return rows @ dequantize_weight(BlockQuantized(self.codes[group], self.scales[group])).t()
+        return rows @ BlockQuantized(self.codes[group], self.scales[group]).dequantize().t()
 
     def launch(self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor) -> None:
         """Fill ``out`` by a kernel: the one in Gluon where :func:`takes_large_tiles`, else the Triton kernel."""
@@ -126,12 +133,9 @@ def _quantize_matrix(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
     codes.copy_(f32_to_e4m3(quotients.transpose(1, 2).reshape(padded.shape))[:rows])
 
 
-def dequantize_weight(quantized: BlockQuantized, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers of :func:`quantize_weight`, [..., N, K] of ``dtype``."""
-    rows, inner = quantized.codes.shape[-2:]
-    scales = quantized.scales.repeat_interleave(BLOCK, -2).narrow(-2, 0, rows)
-    scales = scales.repeat_interleave(BLOCK, -1).narrow(-1, 0, inner)
-    return (e4m3_to_f32(quantized.codes) * scales).to(dtype)
+def dequantize_weight(quantized: Weight, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The numbers of :func:`quantize_weight`, or of :func:`moelink.nn.quantize_mxfp4`, [..., N, K] of ``dtype``."""
+    return quantized.dequantize(dtype)
 
 
 def grouped_fp8(

@@ -77,7 +77,8 @@ class Mxfp4Weight:
         second = b >> 2 & 6 | b >> 6 & 1 | b >> 4 & 8
         codes = torch.stack((first, second), dim=-2)
         blocks = pack_e2m1(codes).reshape(*codes.shape[:-3], -1, GROUP // 2)
-        return blocks, self.scales.transpose(-1, -2).contiguous().view(torch.uint8)
+        # Not contiguous(), which leaves the strides of a dimension of 1 as they are.
+        return blocks, self.scales.transpose(-1, -2).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
     @property
     def shape(self) -> torch.Size:

@@ -226,6 +226,11 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
         )  # fmt: skip
 
     @property
+    def up(self) -> Weight:
+        """The weights of the first product."""
+        return weight_of(self.gate_up_proj, self.gate_up_scales)
+
+    @property
     def down(self) -> Weight:
         """The weights of the second product."""
         return weight_of(self.down_proj, self.down_scales)
