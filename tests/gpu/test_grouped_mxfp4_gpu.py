@@ -1,4 +1,4 @@
-"""The product of fp8 rows and weights in mxfp4, compiled: its bits where sums are exact, its bound where they are not."""
+"""The product of fp8 rows and weights in mxfp4, compiled: its bits if sums are exact, else its bound."""
 
 from __future__ import annotations
 

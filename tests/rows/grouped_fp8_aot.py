@@ -1,4 +1,5 @@
-"""Compiles the grouped fp8 product for a GPU that is not there: ``python grouped_fp8_aot.py sm_90``.
+"""Compiles the grouped fp8 product for a GPU that is not there: ``python grouped_fp8_aot.py sm_90``, and with ``mxfp4``
+behind it the product by weights in mxfp4.
 
 Needs TRITON_INTERPRET unset. Prints a JSON object for each form of tiles: the launch settings of the target, and few
 rows without descriptors.
@@ -11,13 +12,14 @@ import sys
 
 import torch
 
+from moelink.rows import grouped_mxfp4
 from moelink.rows.grouped_fp8 import BLACKWELL, HOPPER, SMALL_CACHE, WITHOUT_FP8, constants_of, grouped_fp8_kernel
 from moelink_testing import lowered
 
 WEIGHT = torch.Size([32, 4096, 7168])
 
 
-def compiled(target, tiles):
+def compiled(target, tiles, mxfp4):
     """The compiled kernel for weights of DeepSeek-V3's gate and up."""
     fp8 = target.startswith("sm")
     constants = constants_of(tiles, WEIGHT, operands="fp8" if fp8 else "fp16", native=fp8)
@@ -30,8 +32,13 @@ def compiled(target, tiles):
         "codes": source(tiles.rows), "scales": "*fp32", "row_offsets": "*i32", "weight": source(tiles.columns),
         "weight_scales": "*fp32", "out": "*bf16", "rows": "i32", "least": "i32", "most": "i32",
     }  # fmt: skip
+    if mxfp4:
+        arguments |= {"weight": "*u8", "weight_scales": "*i32"}
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": True}
-    return lowered(grouped_fp8_kernel, arguments, {"S": constants}, target=target, **options)
+    if tiles.registers:
+        options["maxnreg"] = tiles.registers
+    kernel = grouped_mxfp4.grouped_mxfp4_kernel if mxfp4 else grouped_fp8_kernel
+    return lowered(kernel, arguments, {"S": constants}, target=target, **options)
 
 
 def describe(name, form):
@@ -44,10 +51,13 @@ def describe(name, form):
 
 
 if __name__ == "__main__":
-    target = sys.argv[1]
+    target, mxfp4 = sys.argv[1], sys.argv[2:] == ["mxfp4"]
     settings = {"sm_90": HOPPER, "sm_100": BLACKWELL, "sm_89": SMALL_CACHE}.get(target, WITHOUT_FP8)
+    if mxfp4:
+        of = {"sm_90": grouped_mxfp4.HOPPER, "sm_100": grouped_mxfp4.OTHERS}
+        settings = of.get(target, grouped_mxfp4.WITHOUT_FP8)
     forms = {"few": settings.few, "many": settings.many}
-    if target.startswith("sm"):
+    if target.startswith("sm") and not mxfp4:
         forms["few, pointers"] = dataclasses.replace(settings.few, descriptors=False)
     for name, tiles in forms.items():
-        print(json.dumps(describe(name, compiled(target, tiles))), flush=True)
+        print(json.dumps(describe(name, compiled(target, tiles, mxfp4))), flush=True)

@@ -59,9 +59,7 @@ def problem(
     return Problem(codes.to(device), scales.to(device), offsets.to(device), weight, exact)
 
 
-def exact_problem(
-    sizes: tuple[int, ...], room: int, inner: int, columns: int, device: str = "cpu"
-) -> Problem:
+def exact_problem(sizes: tuple[int, ...], room: int, inner: int, columns: int, device: str = "cpu") -> Problem:
     """Of small integers and scales that are powers of two: all sums are exact in fp32 and in tensor cores."""
     given, generator = problem(sizes, room, inner, columns, spread=2, kind="mxfp4"), torch.Generator().manual_seed(1)
     codes = torch.randint(-2, 3, given.codes.shape, generator=generator).to(torch.float8_e4m3fn)

@@ -232,7 +232,7 @@ def microseconds(action: Action, device: torch.device, samples: int) -> float:
     return statistics.median(clock.measure(captured.replay, samples=samples, warmup=2)) / calls
 
 
-def figures(us: float, sizes: Sequence[int], columns: int, inner: int, weight_bytes: int) -> dict[str, float]:
+def figures(us: float, sizes: Sequence[int], columns: int, inner: int, weight_bytes: float) -> dict[str, float]:
     """The rates of a product of ``us`` microseconds: TB/s of the weights of experts with rows, and TFLOP/s.
 
     >>> figures(10.0, [2, 0], columns=1000, inner=1000, weight_bytes=1)

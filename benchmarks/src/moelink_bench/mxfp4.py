@@ -44,6 +44,8 @@ WAYS = ("fp8", "mxfp4")
 BYTES = {"fp8": 1 + 4 / BLOCK**2, "mxfp4": 0.5 + 1 / GROUP}
 """Of a weight, its share of a scale included."""
 COLD = 1 << 29
+_PLAIN = {"parts": 1, "swapped": True, "descriptors": False, "band": 16, "registers": None, "blocks": 1}
+"""Of tiles, values that need no mention."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,8 @@ def compare(case: Case, loads: Sequence[int], samples: int) -> Iterator[dict[str
         sizes = (load,) * case.experts
         for product in PRODUCTS:
             columns, inner = case.shape.product(product)
-            rows, row = make_rows(sizes, 0, inner, case.device), {**base, "product": product}
+            rows = make_rows(sizes, 0, inner, case.device)
+            row: dict[str, Any] = {**base, "product": product}
             for way in WAYS:
                 weight = weights[product][way]
                 worst = excess(multiply(rows, weight), rows, weight)
@@ -162,19 +165,23 @@ def candidates(load: int) -> list[Any]:
     from moelink.rows.grouped_fp8 import Tiles
 
     form = functools.partial(Tiles, swapped=True, descriptors=False)
+    tight = functools.partial(form, registers=128)
     if load <= 16:
         return [
-            form(16, 128, num_stages=4, programs=4, registers=128), form(16, 128, num_stages=3, programs=4, registers=128),
-            form(16, 128, num_stages=4, programs=3), form(16, 128, num_stages=6, programs=3),
-            form(16, 128, num_stages=3, programs=3, blocks=2), form(16, 128, num_stages=3, programs=4, blocks=2, registers=128),
+            tight(16, num_stages=4, programs=4), tight(16, num_stages=3, programs=4),
+            tight(16, num_stages=6, programs=4),
+            form(16, num_stages=4, programs=3), form(16, num_stages=6, programs=3),
+            form(16, num_stages=3, programs=3, blocks=2), tight(16, num_stages=3, programs=4, blocks=2),
             form(16, 64, num_stages=5, programs=5), form(16, 64, num_stages=5, programs=6, registers=80),
             form(16, 64, num_stages=3, programs=4, blocks=2), form(16, 256, num_stages=4, programs=2),
-            form(16, 256, num_stages=3, programs=1, num_warps=8), form(16, 128, num_stages=4, programs=3, num_warps=8, registers=80),
+            form(16, 256, num_stages=4, programs=1, num_warps=8),
+            form(16, num_stages=4, programs=3, num_warps=8, registers=80),
         ]  # fmt: skip
     return [
-        form(load, 128, num_stages=4, programs=2), form(load, 128, num_stages=4, programs=3, registers=168),
-        form(load, 64, num_stages=4, programs=4, registers=128), form(load, 64, num_stages=4, programs=2),
-        form(load, 128, num_stages=4, programs=1, num_warps=8), form(load, 128, num_stages=3, programs=2, num_warps=8, registers=128),
+        form(32, num_stages=4, programs=2), tight(32, 64, num_stages=4, programs=4),
+        form(64, num_stages=4, programs=2), tight(64, 64, num_stages=4, programs=4),
+        form(64, 64, num_stages=4, programs=2), form(64, num_stages=4, programs=1, num_warps=8),
+        tight(64, num_stages=3, programs=2, num_warps=8),
     ]  # fmt: skip
 
 
@@ -185,13 +192,16 @@ def sweep(case: Case, loads: Sequence[int], samples: int) -> Iterator[dict[str, 
     for product in PRODUCTS:
         weight, (columns, inner) = weights_of(case, product)["mxfp4"], case.shape.product(product)
         for load in loads:
-            sizes, found = (load,) * case.experts, []
+            sizes = (load,) * case.experts
+            found: list[dict[str, Any]] = []
             rows = make_rows(sizes, 0, inner, case.device)
             for tiles in candidates(load):
                 settings = Settings(tiles, tiles, most_few=len(rows.codes))
-                row = {"sweep": case.name, "experts": case.experts, "rows_an_expert": load, "product": product,
-                       "tiles": {name: value for name, value in dataclasses.asdict(tiles).items()
-                                 if value != getattr(Settings().few, name, None) or name in ("rows", "columns")}}  # fmt: skip
+                form = {name: value for name, value in dataclasses.asdict(tiles).items() if value != _PLAIN.get(name)}
+                row: dict[str, Any] = {
+                    "sweep": case.name, "experts": case.experts, "rows_an_expert": load, "product": product,
+                    "tiles": form,
+                }  # fmt: skip
                 try:
                     worst = excess(multiply(rows, weight, settings), rows, weight)
                 except Exception as error:  # noqa: BLE001 - no room for it on this device, or the compiler gave up
@@ -199,9 +209,7 @@ def sweep(case: Case, loads: Sequence[int], samples: int) -> Iterator[dict[str, 
                     continue
                 calls = [functools.partial(multiply, rows, each[0], settings) for each in copies_of([weight])]
                 us = microseconds(calls, case.device, samples)
-                found.append(
-                    {**row, **figures(us, sizes, columns, inner, BYTES["mxfp4"]), "error_over_bound": worst}
-                )
+                found.append({**row, **figures(us, sizes, columns, inner, BYTES["mxfp4"]), "error_over_bound": worst})
             yield from sorted(found, key=lambda each: each["us"] or float("inf"))
 
 
@@ -216,7 +224,8 @@ def compile_one(job: tuple[str, int, str, Any]) -> None:
     sizes = (0,) * groups
     rows = Rows(
         sizes, torch.zeros(groups + 1, dtype=torch.int32, device=device), torch.empty(0),
-        torch.empty(128, inner, dtype=torch.float8_e4m3fn, device=device), torch.empty(inner // BLOCK, 128, device=device),
+        torch.empty(128, inner, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(inner // BLOCK, 128, device=device),
     )  # fmt: skip
     packed = Mxfp4Weight(
         torch.empty(groups, inner // 64, columns, GROUP, dtype=torch.uint8, device=device),

@@ -50,7 +50,7 @@ from moelink.nn.block_quantized import (
     quantize_weight,
 )
 from moelink.nn.experts import Activation
-from moelink.nn.mxfp4 import Mxfp4Weight, quantize_mxfp4
+from moelink.nn.mxfp4 import quantize_mxfp4
 from moelink.rows import eager
 from moelink.rows.activation import Clamp
 from moelink.rows.gated import known_activation

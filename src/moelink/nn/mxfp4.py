@@ -1,13 +1,13 @@
 """Weights in mxfp4: two e2m1 codes a byte and an e8m0 scale for each 32 elements along K, as gpt_oss is published.
 
-Legend: ``G`` groups, ``N`` columns of the output, ``K`` columns of a row. Checkpoints have *blocks* [..., N, K / 32, 16]
-uint8, the even element in the low nibble, and *scales* [..., N, K / 32] uint8. The kernel
-(:mod:`moelink.rows.grouped_mxfp4`) reads the same bits in another order, :class:`Mxfp4Weight`.
+Legend: ``G`` groups, ``N`` columns of the output, ``K`` columns of a row. Checkpoints have *blocks*
+[..., N, K / 32, 16] uint8, the even element in the low nibble, and *scales* [..., N, K / 32] uint8. The kernel
+(:mod:`moelink.rows.grouped_mxfp4`) reads the same bits in another order, that of :class:`Mxfp4Weight`.
 
 Accuracy of the product, against exact arithmetic on the numbers of rows and weights: an element of the output is within
 the bound of :mod:`moelink.nn.block_quantized`, with e 2**-18 where sums are fp32. Tensor cores of compute capability
-9.0 add 32 products at a time, those of one scale, and keep about 14 bits: there e is 2**-8 at worst, and tests hold rows
-whose terms have either sign to 2**-10.
+9.0 add 32 products at a time, those of one scale, and keep about 14 bits: there e is 2**-8 at worst, and tests hold
+rows whose terms have either sign to 2**-10.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class Experts(PlacedExperts, KnowsRows):
 
 
 class QuantizedExperts(PlacedExperts, KeepsBuffers):
-    """The gated feed-forward experts of one rank in fp8 or mxfp4, stacked; made by :meth:`moelink.nn.Experts.quantized`.
+    """The gated experts of one rank in fp8 or mxfp4, stacked; made by :meth:`moelink.nn.Experts.quantized`.
 
     Rows in format fp8_block128 are multiplied as they are. Between the two products
     :func:`moelink.activation.silu_and_quantize` quantises again. For inference: there are no gradients.

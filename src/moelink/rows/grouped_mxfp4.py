@@ -129,8 +129,11 @@ def grouped_mxfp4_kernel(codes, scales, row_offsets, weight, weight_scales, out,
 _tiles = partial(Tiles, swapped=True, descriptors=False)
 INTERPRETED = Settings(few=_tiles(16, 64), many=_tiles(32, 128, band=2), most_few=8)
 """Small tiles, of which small tests have several."""
-DEFAULT = Settings(few=_tiles(16, 128, num_stages=4, programs=4, registers=128), many=_tiles(64, 128, num_warps=8, num_stages=4),
-                   most_few=16)  # fmt: skip
+HOPPER = Settings(
+    few=_tiles(16, num_stages=4, programs=4, registers=128), many=_tiles(64, num_warps=8, num_stages=4), most_few=16
+)
+OTHERS = Settings(few=_tiles(16, 64, num_stages=4, programs=2), many=_tiles(64, 64, num_stages=3), most_few=16)
+"""Of other devices that multiply fp8."""
 WITHOUT_FP8 = Settings(few=_tiles(16, 64, num_stages=2, programs=2), many=_tiles(64, 64, num_stages=2, programs=2))
 """Of devices whose matrix units do not take these codes."""
 
@@ -139,7 +142,9 @@ def default_settings(device: torch.device) -> Settings:
     """The settings of launches on ``device``."""
     if is_interpreted():
         return INTERPRETED
-    return DEFAULT if has_native_casts(device) else WITHOUT_FP8
+    if not has_native_casts(device):
+        return WITHOUT_FP8
+    return HOPPER if torch.cuda.get_device_capability(device)[0] == 9 else OTHERS
 
 
 def launch(
