@@ -66,7 +66,7 @@ def test_terms_of_one_sign_keep_the_bound_at_worst() -> None:
 
 
 @pytest.mark.parametrize("tiles", [
-    Tiles(16, num_stages=5), Tiles(16, 64, num_stages=4, blocks=3), Tiles(16, 256, num_stages=3),
+    Tiles(16, num_stages=5), Tiles(16, 64, num_stages=5, programs=5), Tiles(16, 256, num_stages=3),
     Tiles(32, num_warps=8), Tiles(64, num_warps=8, band=2), Tiles(16, num_stages=3, registers=128, programs=4),
 ], ids=str)  # fmt: skip
 def test_all_forms_of_tiles_give_the_same_product(tiles: Tiles) -> None:

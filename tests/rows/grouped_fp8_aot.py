@@ -54,8 +54,7 @@ if __name__ == "__main__":
     target, mxfp4 = sys.argv[1], sys.argv[2:] == ["mxfp4"]
     settings = {"sm_90": HOPPER, "sm_100": BLACKWELL, "sm_89": SMALL_CACHE}.get(target, WITHOUT_FP8)
     if mxfp4:
-        of = {"sm_90": grouped_mxfp4.HOPPER, "sm_100": grouped_mxfp4.OTHERS}
-        settings = of.get(target, grouped_mxfp4.WITHOUT_FP8)
+        settings = grouped_mxfp4.HOPPER if target == "sm_90" else grouped_mxfp4.OTHERS
     forms = {"few": settings.few, "many": settings.many}
     if target.startswith("sm") and not mxfp4:
         forms["few, pointers"] = dataclasses.replace(settings.few, descriptors=False)

@@ -94,7 +94,7 @@ SHAPES = [
     ((0, 0), 8, 128, 64),
 ]
 OTHER_TILES = Settings(
-    few=dataclasses.replace(INTERPRETED.few, columns=128, blocks=3),
+    few=dataclasses.replace(INTERPRETED.few, columns=128),
     many=dataclasses.replace(INTERPRETED.many, columns=64, band=1), most_few=8,
 )  # fmt: skip
 
@@ -176,16 +176,6 @@ def test_a_layer_computes_with_the_numbers_of_its_codes() -> None:
         assert torch.equal(other.half().experts.down_scales, experts.down_scales), "a cast leaves codes and scales"
         compiled = torch.compile(layer, fullgraph=True, backend="eager")
         assert torch.equal(compiled(x), layer(x))
-
-
-def test_rows_of_another_format_are_refused_by_name() -> None:
-    with (
-        moelink.init(**{**SIZES, "dispatch_format": "mxfp8"}) as ep,
-        pytest.raises(
-            moelink.UnsupportedError, match="experts_backend 'mxfp4': expected dispatch_format='fp8_block128'"
-        ),
-    ):
-        MoE(ep, intermediate_size=128, experts_backend="mxfp4")
 
 
 # --- ahead of time, and the benchmark ---------------------------------------------------------------------------------

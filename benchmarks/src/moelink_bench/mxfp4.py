@@ -44,7 +44,7 @@ WAYS = ("fp8", "mxfp4")
 BYTES = {"fp8": 1 + 4 / BLOCK**2, "mxfp4": 0.5 + 1 / GROUP}
 """Of a weight, its share of a scale included."""
 COLD = 1 << 29
-_PLAIN = {"parts": 1, "swapped": True, "descriptors": False, "band": 16, "registers": None, "blocks": 1}
+_PLAIN = {"parts": 1, "swapped": True, "descriptors": False, "band": 16, "registers": None}
 """Of tiles, values that need no mention."""
 
 
@@ -171,17 +171,12 @@ def candidates(load: int) -> list[Any]:
             tight(16, num_stages=4, programs=4), tight(16, num_stages=3, programs=4),
             tight(16, num_stages=6, programs=4),
             form(16, num_stages=4, programs=3), form(16, num_stages=6, programs=3),
-            form(16, num_stages=3, programs=3, blocks=2), tight(16, num_stages=3, programs=4, blocks=2),
             form(16, 64, num_stages=5, programs=5), form(16, 64, num_stages=5, programs=6, registers=80),
-            form(16, 64, num_stages=3, programs=4, blocks=2), form(16, 256, num_stages=4, programs=2),
-            form(16, 256, num_stages=4, programs=1, num_warps=8),
-            form(16, num_stages=4, programs=3, num_warps=8, registers=80),
+            form(16, 256, num_stages=4, programs=2), form(16, num_stages=4, programs=3, num_warps=8, registers=80),
         ]  # fmt: skip
     return [
         form(32, num_stages=4, programs=2), tight(32, 64, num_stages=4, programs=4),
-        form(64, num_stages=4, programs=2), tight(64, 64, num_stages=4, programs=4),
         form(64, 64, num_stages=4, programs=2), form(64, num_stages=4, programs=1, num_warps=8),
-        tight(64, num_stages=3, programs=2, num_warps=8),
     ]  # fmt: skip
 
 

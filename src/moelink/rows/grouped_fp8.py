@@ -35,7 +35,6 @@ with rows has 1 x 2 tiles; of 4 programs, 0 and 1 compute one each.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,7 +67,6 @@ class GroupedConstants(Constants):
             or 2, which share the loaded rows.
         BAND: tiles of rows that the tiles in progress span before they go on to the next columns.
         SWAPPED: multiply weight by transposed rows. DESCRIPTORS: load tiles through tensor descriptors.
-        BLOCKS: of K that an iteration multiplies; :mod:`moelink.rows.grouped_mxfp4` reads it.
         OPERANDS: the type of the factors: "fp8" if the device can, else "fp16" (exact), or "fp32" interpreted.
         NATIVE_CASTS: the device's narrow conversions. DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
     """
@@ -83,7 +81,6 @@ class GroupedConstants(Constants):
     BAND: int
     SWAPPED: bool
     DESCRIPTORS: bool
-    BLOCKS: int
     OPERANDS: str
     NATIVE_CASTS: bool
     DEPENDENT_LAUNCH: bool = False
@@ -121,7 +118,7 @@ def _times(rows, weight, S: tl.constexpr):
 
 
 @triton.jit
-def along_rows(values, S: tl.constexpr):
+def _along_rows(values, S: tl.constexpr):
     """A value of each row of a tile, shaped to fit its sums."""
     return values[None, :] if S.SWAPPED else values[:, None]
 
@@ -209,11 +206,11 @@ def _tile(codes, scales, weight, weight_scales, out, rows, group, place, bounds,
         by_scale = tl.load(first_scale + ahead)
         block = _load_block(codes, present, first_row, k, S)
         by = _load_block(weight, weight_row, group * S.N + first_column, k, S)
-        sums += _times(block, by, S) * along_rows(factor, S)
+        sums += _times(block, by, S) * _along_rows(factor, S)
         if S.PARTS == 2:
             next_by = tl.load(next_scale + ahead)
             by = _load_block(weight, next_row, group * S.N + first_column + S.BLOCK_COLUMNS, k, S)
-            next_sums += _times(block, by, S) * along_rows(next_factor, S)
+            next_sums += _times(block, by, S) * _along_rows(next_factor, S)
     store_part(out, sums, row, bounds[1], first_column, S)
     if S.PARTS == 2:
         store_part(out, next_sums, row, bounds[1], first_column + S.BLOCK_COLUMNS, S)
@@ -242,7 +239,6 @@ class Tiles:
         num_warps, num_stages: of the compiled kernel; stages are the blocks of K in flight.
         programs: of each SM.
         band: tiles of rows that tiles in progress span.
-        blocks: of K that an iteration multiplies, where :mod:`moelink.rows.grouped_mxfp4` finds a multiple of it.
         registers: the most of a thread; None for the compiler's choice.
     """
 
@@ -255,7 +251,6 @@ class Tiles:
     num_stages: int = 4
     programs: int = 1
     band: int = 16
-    blocks: int = 1
     registers: int | None = None
 
 
@@ -307,8 +302,7 @@ def constants_of(tiles: Tiles, weight: torch.Size, *, operands: str, native: boo
     return GroupedConstants(
         K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups), BLOCK_ROWS=tiles.rows,
         BLOCK_COLUMNS=tiles.columns, PARTS=tiles.parts, BAND=tiles.band, SWAPPED=tiles.swapped,
-        DESCRIPTORS=tiles.descriptors, BLOCKS=math.gcd(tiles.blocks, inner // BLOCK), OPERANDS=operands,
-        NATIVE_CASTS=native,
+        DESCRIPTORS=tiles.descriptors, OPERANDS=operands, NATIVE_CASTS=native,
     )  # fmt: skip
 
 
