@@ -360,10 +360,16 @@ def test_where_no_backend_fits_auto_dequantises_and_names_are_refused(change: di
     choice = choose("auto", **change)
     assert choice.backend == "dequantize"
     assert reason in choice.reason
-    for name in ("triton", "torch", "flashinfer"):
+    for name in ("triton", "torch", "mxfp4", "flashinfer"):
         with pytest.raises(moelink.UnsupportedError, match=re.escape(reason)):
             choose(name, **change)
     assert choose("dequantize", **change) == backends.Choice("dequantize")
+
+
+def test_weights_in_fp8_do_not_become_mxfp4() -> None:
+    assert choose("mxfp4") == backends.Choice("mxfp4")
+    with pytest.raises(moelink.UnsupportedError, match="'mxfp4': expected weights that are not stored in fp8"):
+        choose("mxfp4", stored_in_fp8=True)
 
 
 def test_a_library_that_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:

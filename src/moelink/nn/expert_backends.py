@@ -112,6 +112,8 @@ def choose_backend(
     layer = _what_layer_lacks(config, intermediate_size, activation, dtype)
     if wanted != "auto":
         lacks = layer or what_is_missing(wanted, device)
+        if wanted == "mxfp4" and stored_in_fp8:
+            lacks = Lack("weights that are not stored in fp8", "some that are")
         if lacks:
             raise UnsupportedError(
                 f"experts_backend {wanted!r}: expected {lacks.expected}, got {lacks.got}; change that, or pass "
