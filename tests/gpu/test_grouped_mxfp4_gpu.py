@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moelink
-from moelink.nn import MoE, grouped_fp8
+from moelink.nn import MoE, Mxfp4Weight, grouped_fp8
 from moelink.rows.grouped_fp8 import Settings, Tiles
 from moelink.rows.grouped_mxfp4 import launch
 from tests.rows.grouped_fp8_cases import (
@@ -96,8 +96,8 @@ def test_a_captured_layer_computes_what_the_cpu_does() -> None:
         layer = MoE(ep, intermediate_size=256, experts_backend="mxfp4")
         exact = MoE(ep, intermediate_size=256)
         experts = layer.experts
-        exact.experts.gate_up_proj.copy_(experts.up.dequantize())
-        exact.experts.down_proj.copy_(experts.down.dequantize())
+        exact.experts.gate_up_proj.copy_(Mxfp4Weight(experts.gate_up_proj, experts.gate_up_scales).dequantize())
+        exact.experts.down_proj.copy_(Mxfp4Weight(experts.down_proj, experts.down_scales).dequantize())
         x = torch.zeros(256, 512, dtype=torch.bfloat16, device="cuda")
         layer(x)
         graph = torch.cuda.CUDAGraph()

@@ -163,8 +163,8 @@ def test_a_layer_computes_with_the_numbers_of_its_codes() -> None:
         experts = layer.experts
         assert isinstance(experts, QuantizedExperts)
         assert "256, 128, experts 0 to 3 of 4, mxfp4, backend 'mxfp4'" in repr(layer)
-        exact.experts.gate_up_proj.copy_(dequantize_weight(experts.up))
-        exact.experts.down_proj.copy_(dequantize_weight(experts.down))
+        exact.experts.gate_up_proj.copy_(dequantize_weight(Mxfp4Weight(experts.gate_up_proj, experts.gate_up_scales)))
+        exact.experts.down_proj.copy_(dequantize_weight(Mxfp4Weight(experts.down_proj, experts.down_scales)))
         want = exact(x)
         # The rows between the products are quantised once more.
         assert (layer(x) - want).norm() < 0.05 * want.norm()

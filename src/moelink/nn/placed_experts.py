@@ -226,22 +226,17 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
         )  # fmt: skip
 
     @property
-    def up(self) -> Weight:
-        """The weights of the first product."""
-        return weight_of(self.gate_up_proj, self.gate_up_scales)
-
-    @property
-    def down(self) -> Weight:
+    def _down(self) -> Weight:
         """The weights of the second product."""
         return weight_of(self.down_proj, self.down_scales)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """(groups, hidden_size, intermediate_size)."""
-        return tuple(self.down.shape)
+        return tuple(self._down.shape)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.down.kind}, backend {self.backend!r}"
+        return f"{super().extra_repr()}, {self._down.kind}, backend {self.backend!r}"
 
 
 def refuse_gradients(
