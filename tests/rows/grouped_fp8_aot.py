@@ -1,8 +1,8 @@
 """Compiles the grouped fp8 product for a GPU that is not there: ``python grouped_fp8_aot.py sm_90``, and with ``mxfp4``
 behind it the product by weights in mxfp4.
 
-Needs TRITON_INTERPRET unset. Prints a JSON object for each form of tiles: the launch settings of the target, and few
-rows without descriptors.
+Needs TRITON_INTERPRET unset. Prints a JSON object for each form of tiles: the launch settings of the target, few rows
+without descriptors, and for sm_90 those of small weights.
 """
 
 import dataclasses
@@ -13,16 +13,25 @@ import sys
 import torch
 
 from moelink.rows import grouped_mxfp4
-from moelink.rows.grouped_fp8 import BLACKWELL, HOPPER, SMALL_CACHE, WITHOUT_FP8, constants_of, grouped_fp8_kernel
+from moelink.rows.grouped_fp8 import (
+    BLACKWELL,
+    HOPPER,
+    HOPPER_SMALL,
+    SMALL_CACHE,
+    WITHOUT_FP8,
+    constants_of,
+    grouped_fp8_kernel,
+)
 from moelink_testing import lowered
 
-WEIGHT = torch.Size([32, 4096, 7168])
+WEIGHT, SMALL = torch.Size([32, 4096, 7168]), torch.Size([64, 1536, 2048])
+"""Of DeepSeek-V3's gate and up, and of Qwen3-30B-A3B's."""
 
 
-def compiled(target, tiles, mxfp4):
-    """The compiled kernel for weights of DeepSeek-V3's gate and up."""
+def compiled(target, tiles, weight, mxfp4):
+    """The compiled kernel for weights of a shape."""
     fp8 = target.startswith("sm")
-    constants = constants_of(tiles, WEIGHT, operands="fp8" if fp8 else "fp16", native=fp8)
+    constants = constants_of(tiles, weight, operands="fp8" if fp8 else "fp16", native=fp8)
     kind = "fp8e4nv" if fp8 else "u8"
 
     def source(rows):
@@ -58,5 +67,8 @@ if __name__ == "__main__":
     forms = {"few": settings.few, "many": settings.many}
     if target.startswith("sm") and not mxfp4:
         forms["few, pointers"] = dataclasses.replace(settings.few, descriptors=False)
+    if target == "sm_90" and not mxfp4:
+        forms["small, few"] = HOPPER_SMALL[0].few
     for name, tiles in forms.items():
-        print(json.dumps(describe(name, compiled(target, tiles, mxfp4))), flush=True)
+        weight = SMALL if name.startswith("small") else WEIGHT
+        print(json.dumps(describe(name, compiled(target, tiles, weight, mxfp4))), flush=True)

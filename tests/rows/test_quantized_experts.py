@@ -24,7 +24,20 @@ from moelink.nn import expert_backends as backends
 from moelink.nn.block_quantized import BlockQuantized, quantize_weight, takes_large_tiles
 from moelink.nn.experts import group_of_rows
 from moelink.nn.placement import Placement
-from moelink.rows.grouped_fp8 import INTERPRETED, Settings, launch, tile_in_group
+from moelink.rows import grouped_fp8 as grouped_fp8_kernels
+from moelink.rows.grouped_fp8 import (
+    BLACKWELL,
+    HOPPER,
+    HOPPER_SMALL,
+    INTERPRETED,
+    SMALL_CACHE,
+    Settings,
+    default_settings,
+    launch,
+    launches_of,
+    room_of,
+    tile_in_group,
+)
 from moelink.testing import run_ranks
 from moelink.tuning import GLUON_ROWS
 from moelink_bench import experts as bench
@@ -83,7 +96,10 @@ OTHER_TILES = Settings(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", [None, OTHER_TILES], ids=["default", "descriptors"])
+ONE_LAUNCH = Settings(INTERPRETED.few, None)
+
+
+@pytest.mark.parametrize("settings", [None, OTHER_TILES, ONE_LAUNCH], ids=["default", "descriptors", "one launch"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_keeps_the_bound(shape: Any, settings: Settings | None) -> None:
     given = problem(*shape)
@@ -105,6 +121,31 @@ def test_buffers_with_room_for_many_rows_of_each_group_take_the_product_in_gluon
     monkeypatch.setattr(torch.version, "hip", None)
     codes: Any = types.SimpleNamespace(shape=(rows, 128), is_cuda=True, device="cuda")
     assert takes_large_tiles(codes, 4) == large
+
+
+@pytest.mark.quick("each condition decides alone")
+@pytest.mark.parametrize(
+    "capability, weight, rows, settings",
+    [
+        ((9, 0), (64, 1536, 2048), 1024, HOPPER_SMALL[0]), ((9, 0), (64, 1536, 2048), 1028, HOPPER_SMALL[1]),
+        ((9, 0), (64, 2048, 768), 8384, HOPPER_SMALL[1]), ((9, 0), (64, 2048, 768), 8452, HOPPER),
+        ((9, 0), (64, 1536, 2176), 64, HOPPER), ((9, 0), (64, 7168, 2048), 64, HOPPER),
+        ((10, 0), (64, 1536, 2048), 64, BLACKWELL), ((8, 9), (64, 1536, 2048), 64, SMALL_CACHE),
+    ],
+)  # fmt: skip
+def test_small_weights_and_few_rows_have_one_launch(
+    capability: tuple[int, int], weight: tuple[int, ...], rows: int, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(grouped_fp8_kernels, "is_interpreted", bool)
+    monkeypatch.setattr(grouped_fp8_kernels, "has_native_casts", lambda device: True)
+    shape, cuda = torch.Size(weight), torch.device("cuda")
+    room = room_of(rows, shape[0])
+    assert default_settings(cuda, shape, room) == settings
+    made = launches_of.__wrapped__(None, shape, cuda, room)
+    assert [(one.tiles, one.least, one.most) for one in made] == (
+        [(settings.few, 1, 0)] if settings.many is None else [(settings.few, 1, 64), (settings.many, 65, 0)]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
@@ -446,7 +487,8 @@ def test_the_choice_of_auto_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
 def test_the_kernel_compiles_for_gpus_that_are_not_there(target: str) -> None:
     found = [json.loads(line) for line in output_of("rows.grouped_fp8_aot", target)]
-    assert [each["form"] for each in found] == ["few", "many", "few, pointers"][: 3 if target != "gfx942" else 2]
+    forms = ["few", "many", "few, pointers", "small, few"]
+    assert [each["form"] for each in found] == forms[: {"sm_90": 4, "sm_100": 3, "gfx942": 2}[target]]
     for each in found:
         assert each["local"] == 0, f"{each} spills"
         if target == "sm_90":
