@@ -63,7 +63,7 @@ def test_any_number_of_tokens(model: str, tokens: int) -> None:
     assert_same_bits((got.topk_ids, got.topk_weights), (expected.topk_ids, expected.topk_weights))
 
 
-@pytest.mark.parametrize("tokens", [1, 130])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9, 130])
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
 @each_model
 def test_logits_have_wide_sums(model: str, weight_dtype: torch.dtype, tokens: int) -> None:
@@ -77,6 +77,30 @@ def test_logits_have_wide_sums(model: str, weight_dtype: torch.dtype, tokens: in
     assert float(((logits - exact).abs() / terms).max()) < 2.0**-18
     with torch.autocast("cuda", torch.bfloat16):
         assert torch.equal(router(x).logits, logits)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+@each_model
+def test_logits_of_few_tokens_are_one_kernel_whatever_the_call(model: str, tokens: int) -> None:
+    """With gradients and without, by the operator, and captured; ids and weights are the twin's of these logits."""
+    router, hidden = router_of(model)
+    x = tokens_of(hidden, tokens)
+    routing = router(x)
+    bias = None if router.correction_bias is None else router.correction_bias.cpu()
+    expected = route(routing.logits.detach().cpu(), router.config, topk=router.topk, correction_bias=bias)
+    assert_same_bits((routing.topk_ids, routing.topk_weights.detach()), (expected.topk_ids, expected.topk_weights))
+    assert torch.equal(torch.ops.moelink.wide_product(x, router.weight), routing.logits)
+    with torch.no_grad():
+        assert torch.equal(router(x).logits, routing.logits)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = router(x)
+        graph.replay()
+        assert torch.equal(captured.logits, routing.logits)
+    kernels = kernels_of(router, x)
+    assert len(kernels) == 2, kernels
+    assert "choose_experts_kernel" in kernels[0]
+    assert "wide_product_kernel" in kernels[1]
 
 
 def test_gradients_are_those_of_fp64() -> None:
@@ -119,7 +143,7 @@ def test_a_captured_router_follows_its_tokens(model: str) -> None:
 @each_model
 def test_a_compiled_router_is_one_graph_with_its_gradient(model: str) -> None:
     router, hidden = router_of(model)
-    x, results = tokens_of(hidden, 9).requires_grad_(), []
+    x, results = tokens_of(hidden, 8).requires_grad_(), []
     for function in (router, torch.compile(router, fullgraph=True)):
         routing = function(x)
         grads = torch.autograd.grad(routing.topk_weights.square().sum(), (x, router.weight))
@@ -129,16 +153,20 @@ def test_a_compiled_router_is_one_graph_with_its_gradient(model: str) -> None:
         assert (eager - compiled).norm() <= 2.0**-7 * eager.norm()
 
 
-def test_a_router_launches_two_kernels() -> None:
-    """The product, for which the library may need one more to add parts up, and the choice. Nothing is converted."""
-    router, hidden = router_of("DeepSeek-V3")
-    x = tokens_of(hidden, 64)
+def kernels_of(router: Router, x: Tensor) -> list[str]:
+    """The names of the kernels of a call without gradients, sorted."""
     with torch.no_grad():
         router(x)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             router(x)
             torch.cuda.synchronize()
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = [name for name in names if not name.startswith(("Mem", "Context", "Event", "Stream"))]
+    return sorted(name for name in names if not name.startswith(("Mem", "Context", "Event", "Stream")))
+
+
+def test_a_router_launches_two_kernels() -> None:
+    """The product, for which the library may need one more to add parts up, and the choice. Nothing is converted."""
+    router, hidden = router_of("DeepSeek-V3")
+    kernels = kernels_of(router, tokens_of(hidden, 64))
     assert sum("choose_experts_kernel" in name for name in kernels) == 1, kernels
     assert len(kernels) <= 3, kernels

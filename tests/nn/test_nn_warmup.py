@@ -79,6 +79,7 @@ def test_a_call_prepares_nothing_after_a_warmup(
         warmup.rehearse(layer, ep.config, (5, 16), training=training, load=True)
         assert set(prepares.made) == set(prepares.asked)
         assert "choose_experts_kernel" in prepares.made
+        assert ("wide_product_kernel" in prepares.made) == (ep.config.combine_dtype == torch.bfloat16)
         assert ("gated_gradient_kernel" in prepares.made) == training
         known = len(prepares.made)
         for tokens in (3, 5):

@@ -35,6 +35,9 @@ from moelink.rows import (
 from moelink.rows import (
     scale_rows_kernel as scale_rows,
 )
+from moelink.rows import (
+    wide_product_kernel as wide_product,
+)
 from moelink.rows.choice import Choice
 from tests.kernels.absent_gpu import on
 from tests.kernels.covering import Row, covering_rows
@@ -59,6 +62,7 @@ def row_forms() -> Iterator[RowForm]:
         ("grouped fp8", GROUPED, (of_room,), GROUPED_MEETS, run_grouped),
         ("choose", CHOOSE, (of_groups,), {}, run_choose),
         ("choose's gradient", CHOOSE_GRADIENT, (), {}, run_choose_gradient),
+        ("logits", WIDE_PRODUCT, (), {}, run_wide_product),
     ):
         for row in covering_rows(switches, rules, meets=meets):
             for number, (kernel, spec) in enumerate(launches_of(launch, row)):
@@ -263,6 +267,16 @@ def run_choose_gradient(row: Row) -> None:
     logits, grad = (empty(ROWS, n, dtype=torch.float32) for n in (row["experts"], row["topk"]))
     with on(row["gpu"]):
         choose_kernel.launch_gradient(grad, logits, empty(ROWS, row["topk"]), torch.empty_like(logits), choice)
+
+
+WIDE_PRODUCT = {"rows": (1, 3, 8), "sizes": ((128, 2048), (256, 7168), (60, 2880)), "gpu": ("sm_90", "gfx942")}
+
+
+def run_wide_product(row: Row) -> None:
+    experts, hidden = row["sizes"]
+    x, weight = (empty(n, hidden, dtype=torch.bfloat16) for n in (row["rows"], experts))
+    with on(row["gpu"]):
+        wide_product.launch(x, weight, empty(row["rows"], experts, dtype=torch.float32))
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from moelink.kernels.launch.device import is_interpreted
 from moelink.nn import Router
+from moelink.rows import eager
 from moelink.rows import wide_product as module
 from moelink.rows.wide_product import wide_product
+from moelink.rows.wide_product_kernel import launch
+from moelink.tuning import FEW_LOGITS
 
+interpreted = pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled here; GPU tests have the same")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -59,6 +64,46 @@ def test_the_operator_follows_the_rules_of_operators() -> None:
     args = drawn(torch.bfloat16, 0, 5, 24), drawn(torch.bfloat16, 1, 7, 24)
     rules = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.moelink.wide_product.default, args, test_utils=rules)
+
+
+@interpreted
+def test_the_example_of_the_kernel() -> None:
+    x = torch.tensor([[1, 2], [3, 4]]).bfloat16()
+    weight, out = torch.tensor([[1, 1], [1, 0], [0, 2]]).bfloat16(), torch.empty(2, 3)
+    launch(x, weight, out)
+    assert out.tolist() == [[3, 1, 4], [7, 3, 8]]
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "inner"), [(1, 1536), (3, 1024), (5, 2100), (8, 24)])
+def test_the_kernel_multiplies_few_rows_and_writes_no_others(rows: int, inner: int) -> None:
+    """A row longer than a chunk, by a part of one; fewer rows than places."""
+    x, weight = drawn(torch.bfloat16, 0, rows, inner).detach(), drawn(torch.bfloat16, 1, 7, inner).detach()
+    out = torch.full((rows + 1, 7), 5.0)
+    launch(x, weight, out[:rows])
+    exact, terms = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
+    assert bool(((out[:rows] - exact).abs() <= terms * 2.0**-22).all())
+    assert (out[rows] == 5).all()
+
+
+@interpreted
+def test_few_rows_take_the_kernel_with_gradients_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, and the gradient of converted numbers; more rows take the library's product."""
+    seen: list[int] = []
+    monkeypatch.setattr(eager, "takes_kernels", lambda tensor: True)
+    monkeypatch.setattr(eager, "repeated", lambda given, run, *rest: seen.append(len(given[0])) or run(*given)[0])
+    for rows in (0, 1, FEW_LOGITS, FEW_LOGITS + 1):
+        x, weight = drawn(torch.bfloat16, 0, rows, 24), drawn(torch.bfloat16, 1, 7, 24)
+        out = wide_product(x, weight)
+        with torch.no_grad():
+            assert torch.equal(wide_product(x, weight), out)
+        assert torch.equal(torch.ops.moelink.wide_product(x, weight), out)
+        got = torch.autograd.grad(out, (x, weight), torch.ones_like(out))
+        wide = torch.nn.functional.linear(x.float(), weight.float())
+        expected = torch.autograd.grad(wide, (x, weight), torch.ones_like(out))
+        for mine, other in zip((out, *got), (wide, *expected), strict=True):
+            torch.testing.assert_close(mine, other, rtol=2.0**-7 if mine.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    assert seen == [1] * 3 + [FEW_LOGITS] * 3
 
 
 def test_where_torch_has_wide_sums() -> None:

@@ -19,6 +19,7 @@ from moelink.nn.router import Router
 from moelink.output import DispatchHandle, DispatchOutput, OutputShape
 from moelink.rows.dequantize import dequantized
 from moelink.rows.scale_rows import cast_rows, row_gradients
+from moelink.tuning import FEW_LOGITS
 
 
 class Layer(Protocol):
@@ -42,13 +43,12 @@ def rehearse(layer: Layer, config: EPConfig, bounds: tuple[int, ...], *, trainin
     ):
         for bound in bounds:
             _call(layer, config, bound, training=training)
+        for power in range(FEW_LOGITS.bit_length()):  # the logits of few tokens have a kernel for each power of two
+            layer.router(_tokens(layer, config, 1 << power, training=training))
 
 
 def _call(layer: Layer, config: EPConfig, bound: int, *, training: bool) -> None:
-    x = torch.zeros(
-        bound, config.hidden_size, dtype=config.combine_dtype, device=layer.router.weight.device, requires_grad=training
-    )
-    routing = layer.router(x)
+    routing = layer.router(_tokens(layer, config, bound, training=training))
     ids = routing.topk_ids  # which are undefined, as their kernel only prepares; nothing here reads them
     recv = received(config, bound, ids, training=training)
     experts = layer.experts
@@ -67,6 +67,11 @@ def _call(layer: Layer, config: EPConfig, bound: int, *, training: bool) -> None
     found = torch.autograd.grad(out, [arrived, *learned], dy)
     torch.autograd.grad(routing.topk_weights, routing.logits, torch.zeros_like(routing.topk_weights))
     cast_rows(found[0], recv.row_offsets, config.combine_dtype)
+
+
+def _tokens(layer: Layer, config: EPConfig, count: int, *, training: bool) -> Tensor:
+    shape, device = (count, config.hidden_size), layer.router.weight.device
+    return torch.zeros(shape, dtype=config.combine_dtype, device=device, requires_grad=training)
 
 
 def received(config: EPConfig, bound: int, ids: Tensor, *, training: bool) -> DispatchOutput:

@@ -7,7 +7,7 @@ grouped_fp8     the kernel of a grouped product of fp8 rows and weights with sca
 grouped_mxfp4   the same for weights in mxfp4
 dequantize      quantised rows as rows of a plain dtype, through which gradients flow; dequantize_kernel
 choose          the experts of each token, and their weights; choice, choose_kernel
-wide_product    the logits of a router
+wide_product    the logits of a router; wide_product_kernel, for few tokens
 scale_rows      gradients of combine, and conversions between dtypes; scale_rows_kernel
 eager           eager calls of these operators without torch's dispatcher
 common_kernel   parts of these kernels: launch constants, the division of rows into steps, the launch

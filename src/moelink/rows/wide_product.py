@@ -4,6 +4,10 @@ A product of two bf16 numbers is exact in fp32. So tensor cores that sum these i
 numbers gives, but for the order of the sum. Torch has this as ``torch.mm(..., out_dtype=torch.float32)`` since 2.8,
 for CUDA and without a gradient. Here it is an operator whose gradient is computed from numbers converted to fp32.
 
+Up to tuning.FEW_LOGITS rows are multiplied by a kernel (:mod:`moelink.rows.wide_product_kernel`): in one launch, where
+the library's product of so few may take two. Calls with gradients and without, and compiled ones, take the same. The
+order of a sum, and so its last bits, depends on the number of rows, as with the library.
+
 It is for bf16 rows and weights on NVIDIA GPUs from compute capability 8.0 on. All other numbers are converted to fp32
 (fp64 for fp64 rows) and then multiplied: fp16, since ``torch.backends.cuda.matmul.allow_fp16_accumulation`` may take it
 at its word; and an fp32 weight of bf16 rows, of which bf16 would keep 8 of 24 bits.
@@ -20,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moelink.rows import eager
+from moelink.tuning import FEW_LOGITS
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -29,7 +34,7 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     >>> wide_product(x, weight).item()    # bf16 would round it to 1
     1.00390625
     """
-    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+    if eager.takes_kernels(x) and x.dtype == weight.dtype == torch.bfloat16:
         return eager.run(torch.ops.moelink.wide_product, _product, _Product, x, weight)  # type: ignore[no-any-return]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return functional.linear(x.to(dtype), weight.to(dtype))
@@ -42,9 +47,19 @@ def has_wide_sums(device: torch.device) -> bool:
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
+    if 0 < x.shape[0] <= FEW_LOGITS and eager.takes_kernels(x):
+        return eager.repeated((x.contiguous(), weight.contiguous()), _by_kernel)[0]
     if has_wide_sums(x.device):
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return functional.linear(x.float(), weight.float())
+
+
+def _by_kernel(x: Tensor, weight: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
+    from moelink.rows.wide_product_kernel import launch
+
+    out = _product_fake(x, weight)
+    launch(x, weight, out)
+    return (out,), ()
 
 
 def _product_fake(x: Tensor, weight: Tensor) -> Tensor:
