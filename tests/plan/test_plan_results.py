@@ -152,6 +152,7 @@ NOT_COMPARED = {
     "refused calls": "of CPUs; the model is of GPUs",
     "batch_invariance": "of CPUs; the model is of GPUs",
     "experiments": "kernels of changes that were not kept",
+    "layer tiles": "forms of a layer with its router, kept and not kept; layer_qwen3_2xh200.json is compared",
     "hardware counters": KERNEL,
     "stalls": KERNEL,
     "roles": KERNEL,
