@@ -18,25 +18,25 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 4040,
+    ".": 4046,
     "formats": 1317,
     "reference": 899,
     "memory": 2523,
     "memory/nodes": 901,
     "control": 3972,
-    "kernels": 720,
-    "kernels/combine": 1449,
+    "kernels": 723,
+    "kernels/combine": 1533,
     "kernels/dispatch": 3149,
     "kernels/launch": 2238,
     "kernels/nodes": 1353,
     "kernels/sync": 1311,
-    "rows": 3096,
+    "rows": 3399,
     "transports": 2043,
     "transports/collective": 1829,
     "transports/symmetric": 2269,
     "contract": 2420,
     "ops": 1994,
-    "nn": 4694,
+    "nn": 4930,
     "integrations": 4649,
     "tracing": 535,
     "tracing/device": 524,
@@ -50,7 +50,7 @@ BUDGET = {
 }
 """Most lines of each room; "." are the files beside the rooms."""
 BUDGET_OF_BENCH = {
-    ".": 11066,
+    ".": 11359,
     "layer": 1624,
     "frameworks": 1008,
 }
