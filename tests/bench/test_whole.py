@@ -66,7 +66,9 @@ def test_kernels_are_compiled_by_the_same_command_without_a_file() -> None:
     assert not compiling.measures
     assert compiling.arguments == (*step.arguments[:-1], "--samples", "1", "--timeout", "170")
     assert step.arguments[-1] == "--out"
-    assert step.compiling(peers=False).arguments == (*compiling.arguments, "--no-peers")
+    alone = step.compiling(peers=False).arguments
+    assert step.arguments[6:8] == ("--peer", "flashinfer"), "which the command refuses beside --no-peers"
+    assert alone == (*compiling.arguments[:6], *compiling.arguments[8:], "--no-peers")
 
 
 def _runs(pid: int) -> bool:

@@ -37,6 +37,8 @@ _ENOUGH = 0.5
 """Share of a step's limit that must be left for it to begin: limits have room for a slow compiler."""
 _COMPILING = 170
 """Seconds for the kernels of a step, while those of all others are compiled."""
+_RIVALS = ("--peer", "flashinfer")
+"""Of pairs. Torch's ``all_to_all_vdev_2d`` is no rival, and takes most of a step's time."""
 TOKENS = (1, 8, 32, 128, 512, 4096)
 
 
@@ -68,7 +70,8 @@ class Step:
         steps.
         """
         settings = ("--samples", "1", "--timeout", str(_COMPILING))  # they replace those before them
-        arguments = (*self.arguments[:-1], *settings, *["--no-peers"] * (not peers))
+        kept = [word for word in self.arguments[:-1] if peers or word not in _RIVALS]
+        arguments = (*kept, *settings, *["--no-peers"] * (not peers))
         return Step(f"compile-{self.name}", arguments, _COMPILING, early=True)
 
 
@@ -95,16 +98,20 @@ def steps_on(gpus: int) -> list[Step]:
         return [_preset(name, 1 if gpus else 2, 150) for name in names]
     return [
         replace(_tests("results", _COMPILING, "processes", "matrix", "-k", "not many_calls"), early=True),
-        _preset("decode", gpus, 80),
-        _preset("prefill", gpus, 80),
-        _preset("sms", gpus, 90, "--tokens", "4096", "--num-sms", "24", "--num-sms", "16"),
+        _pairs("decode", gpus, 80),
+        _pairs("prefill", gpus, 80),
+        _pairs("sms", gpus, 90, "--tokens", "4096", "--num-sms", "24", "--num-sms", "16"),
         *[_layer(name, gpus) for name in get_args(CaseName) if name != "tiny"],
-        _preset("layouts", gpus, 60),
-        _preset("skew", gpus, 60, "--tokens", "4096"),
+        _pairs("layouts", gpus, 60),
+        _pairs("skew", gpus, 60, "--tokens", "4096"),
         _tests("levels", 100, "nodes_levels"),
         _tests("calls", 100, "processes", "-k", "many_calls"),
         *[_tests("tests", 300, "faults", "symmetric", "moe", "zero_copy", "device_memory")] * (gpus >= 4),
     ]
+
+
+def _pairs(name: str, ranks: int, seconds: float, *options: str) -> Step:
+    return _preset(name, ranks, seconds, *_RIVALS, *options)
 
 
 def _preset(name: str, ranks: int, seconds: float, *options: str) -> Step:
