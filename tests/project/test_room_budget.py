@@ -18,14 +18,14 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 4046,
+    ".": 4049,
     "formats": 1317,
     "reference": 899,
     "memory": 2523,
     "memory/nodes": 901,
     "control": 3972,
     "kernels": 723,
-    "kernels/combine": 1533,
+    "kernels/combine": 1449,
     "kernels/dispatch": 3149,
     "kernels/launch": 2238,
     "kernels/nodes": 1353,
@@ -50,7 +50,7 @@ BUDGET = {
 }
 """Most lines of each room; "." are the files beside the rooms."""
 BUDGET_OF_BENCH = {
-    ".": 11359,
+    ".": 11366,
     "layer": 1624,
     "frameworks": 1008,
 }
