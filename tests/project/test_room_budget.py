@@ -24,7 +24,7 @@ BUDGET = {
     "memory": 2523,
     "memory/nodes": 901,
     "control": 3972,
-    "kernels": 723,
+    "kernels": 720,
     "kernels/combine": 1449,
     "kernels/dispatch": 3149,
     "kernels/launch": 2238,
