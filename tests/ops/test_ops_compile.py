@@ -114,6 +114,22 @@ def test_a_compiled_backward_over_a_forward_of_other_ranks_is_refused() -> None:
         same(train(layer, compiled, x), want, "aot_eager")
 
 
+def test_an_exported_layer_trains_after_the_ranks_have_changed() -> None:
+    """Its graph keeps the name of the ranks for which it was made."""
+    with one_rank() as ep:
+        layer = Layer(ep)
+        x = torch.randn(T, H, dtype=torch.bfloat16)
+        exported = torch.export.export(layer, (x,)).module()
+        before = exported(x.clone().requires_grad_())
+        ep._context.change(ep._context.world)
+        with pytest.raises(moelink.ForeignHandleError, match=r"combine \(backward\): expected a forward"):
+            before.sum().backward()
+        for _ in range(2):
+            given = x.clone().requires_grad_()
+            exported(given).sum().backward()
+            assert given.grad is not None
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_other_options_compile(options: dict[str, Any]) -> None:
     torch._dynamo.reset()

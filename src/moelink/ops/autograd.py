@@ -83,7 +83,8 @@ class Dispatch(torch.autograd.Function):
         *routing: Tensor,
     ) -> tuple[Tensor, ...]:
         host_counts, communicator, max_tokens = settings
-        static = REGISTRY.find(communicator, "dispatch").static
+        context = REGISTRY.find(communicator, "dispatch")
+        static = context.static
         _saved_unchecked(order)
         outputs: tuple[Tensor, ...] = library.without_gradient(
             library.dispatch, order, x, topk_ids, topk_weights, scales, input_scale, list(routing), host_counts,
@@ -93,7 +94,8 @@ class Dispatch(torch.autograd.Function):
         wanted = {rows: ctx.needs_input_grad[1], weights: ctx.needs_input_grad[3]}
         ctx.mark_non_differentiable(*(outputs[i] for i in range(NUM_OUTPUTS) if not wanted.get(i, False)))
         ctx.set_materialize_grads(False)
-        ctx.order, ctx.communicator, ctx.rows, ctx.weights = order, communicator, rows, weights
+        # Not the given name: an exported graph keeps that of the ranks for which it was made.
+        ctx.order, ctx.communicator, ctx.rows, ctx.weights = order, context.name, rows, weights
         ctx.num_rows, ctx.x_dtype = outputs[_SRC_INFO].shape[0], x.dtype
         ctx.weight_dtype = None if topk_weights is None else topk_weights.dtype
         ctx.save_for_backward(topk_ids, outputs[_TOPK_IDS], *record_of(outputs, routing, static))
@@ -156,7 +158,8 @@ class Combine(torch.autograd.Function):
             library.combine, order, y, weights, topk_weights, shared, epilogue, carrier, topk_ids, home_weights,
             list(record), reduce=reduce, communicator=communicator,
         )  # fmt: skip
-        ctx.order, ctx.communicator, ctx.reduce, ctx.y_dtype = order, communicator, reduce, y.dtype
+        ctx.order, ctx.reduce, ctx.y_dtype = order, reduce, y.dtype
+        ctx.communicator = REGISTRY.find(communicator, "combine").name
         ctx.added = [None if term is None else (term.dim(), term.dtype) for term in (shared, epilogue)]
         weighted = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         ctx.save_for_backward(
