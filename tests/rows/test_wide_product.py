@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moelink.errors import ArgumentError
 from moelink.kernels.launch.device import is_interpreted
 from moelink.nn import Router
 from moelink.rows import eager
@@ -104,6 +105,8 @@ def test_few_rows_take_the_kernel_with_gradients_and_without(monkeypatch: pytest
         for mine, other in zip((out, *got), (wide, *expected), strict=True):
             torch.testing.assert_close(mine, other, rtol=2.0**-7 if mine.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
     assert seen == [1] * 3 + [FEW_LOGITS] * 3
+    with pytest.raises(ArgumentError, match="weight: expected a tensor on cpu, as x is, got"):
+        wide_product(x[:1].detach(), weight.detach().to("meta"))
 
 
 def test_where_torch_has_wide_sums() -> None:

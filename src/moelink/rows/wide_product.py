@@ -8,7 +8,8 @@ Up to tuning.FEW_LOGITS rows are multiplied by a kernel (:mod:`moelink.rows.wide
 the library's product of so few may take two. Calls with gradients and without, and compiled ones, take the same. The
 order of a sum, and so its last bits, depends on the number of rows, as with the library.
 
-It is for bf16 rows and weights on NVIDIA GPUs from compute capability 8.0 on. All other numbers are converted to fp32
+The library's is for bf16 rows and weights on NVIDIA GPUs from compute capability 8.0 on, the kernel for all GPUs. All
+other numbers are converted to fp32
 (fp64 for fp64 rows) and then multiplied: fp16, since ``torch.backends.cuda.matmul.allow_fp16_accumulation`` may take it
 at its word; and an fp32 weight of bf16 rows, of which bf16 would keep 8 of 24 bits.
 """
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moelink.errors import ArgumentError
 from moelink.rows import eager
 from moelink.tuning import FEW_LOGITS
 
@@ -57,6 +59,8 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 def _by_kernel(x: Tensor, weight: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
     from moelink.rows.wide_product_kernel import launch
 
+    if weight.device != x.device:  # a kernel would read memory that it cannot
+        raise ArgumentError("weight", f"a tensor on {x.device}, as x is", weight.device)
     out = _product_fake(x, weight)
     launch(x, weight, out)
     return (out,), ()
