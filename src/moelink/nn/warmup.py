@@ -7,6 +7,7 @@ of a call.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from contextlib import nullcontext
 from typing import Protocol
 
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
+from moelink.nn.experts import known_max_tokens
 from moelink.nn.placed_experts import Experts, QuantizedExperts
 from moelink.nn.router import Router
 from moelink.output import DispatchHandle, DispatchOutput, OutputShape
 from moelink.rows.dequantize import dequantized
 from moelink.rows.scale_rows import cast_rows, row_gradients
-from moelink.tuning import FEW_LOGITS
+from moelink.tuning import FEW_LOGITS, GLUON_ROWS, GROUP_ROWS
 
 
 class Layer(Protocol):
@@ -41,10 +43,19 @@ def rehearse(layer: Layer, config: EPConfig, bounds: tuple[int, ...], *, trainin
         torch.set_grad_enabled(training),
         torch.autograd.set_multithreading_enabled(False),
     ):
-        for bound in bounds:
+        for bound in sorted({*bounds, *_by_rows(config, max(bounds))}):
             _call(layer, config, bound, training=training)
         for power in range(FEW_LOGITS.bit_length()):  # the logits of few tokens have a kernel for each power of two
             layer.router(_tokens(layer, config, 1 << power, training=training))
+
+
+def _by_rows(config: EPConfig, most: int) -> set[int]:
+    """Return, for each number of rows at which a product takes other tiles, the most tokens of calls whose buffers have
+    no more. Calls have smaller buffers than those of ``most`` tokens if this rank knows the tokens of all ranks."""
+    if known_max_tokens(config, most) is None:
+        return set()
+    edges = (edge * config.num_groups for edge in (*GROUP_ROWS, GLUON_ROWS - 1))
+    return {bisect_right(range(most), edge, key=config.output_rows) - 1 for edge in edges} - {-1, 0}
 
 
 def _call(layer: Layer, config: EPConfig, bound: int, *, training: bool) -> None:
