@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import moelink
+from moelink.hooks import Hook
 from moelink.ops import dequantize
 from moelink.testing import assert_bitwise_equal
 from moelink.transports.session import Session
@@ -141,13 +143,16 @@ def test_tensors_with_tangents_are_refused(transport: str) -> None:
         out = ep.combine(learning.tokens, learning)
         with forward_ad.dual_level():
             plain = x, weights, recv.tokens, out.detach()
-            x2, weights2, y2, out2 = (forward_ad.make_dual(tensor, tensor.clone()) for tensor in plain)
+            plain += (recv.weights,)
+            x2, weights2, y2, out2, rows2 = (forward_ad.make_dual(tensor, tensor.clone()) for tensor in plain)
             for name, call in (
                 ("x", lambda: ep.dispatch(x2, ids, weights)),
                 ("x", lambda: ep.dispatch_async(x2, ids, weights)),
                 ("x", lambda: ep.dispatch(x2, ids, weights.clone().requires_grad_())),
                 ("topk_weights", lambda: ep.dispatch(x, ids, weights2)),
+                ("topk_weights", lambda: ep.dispatch(x, ids, Hook(None, lambda t, *_: t[0], (weights2,)))),
                 ("y", lambda: ep.combine(y2, recv)),
+                ("recv.weights", lambda: ep.combine(recv.tokens, dataclasses.replace(recv, weights=rows2))),
                 ("x", lambda: out.backward(out2)),
             ):
                 with pytest.raises(moelink.UnsupportedError, match=f"{name}: expected no tangent"):

@@ -344,11 +344,14 @@ def refuse_gradients(*values: object) -> None:
 
 
 def refuse_tangents(request: CallRequest) -> None:
-    """Refuse dual tensors, which forward-mode AD knows by their tangents: rows would go without."""
-    for field in dataclasses.fields(request):
-        value = getattr(request, field.name)
-        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise UnsupportedError(
-                f"{field.name}: expected no tangent, as there is no forward-mode gradient, got a dual tensor; use "
-                "backward, or pass forward_ad.unpack_dual(...).primal"
-            )
+    """Refuse dual tensors, which forward-mode AD knows by their tangents: rows would have none."""
+    given = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    if isinstance(request.over, DispatchOutput):
+        given["recv.weights"] = request.over.weights
+    for name, value in given.items():
+        for tensor in value.tensors if isinstance(value, Hook) else (value,):
+            if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise UnsupportedError(
+                    f"{name}: expected no tangent, as there is no forward-mode gradient, got a dual tensor; use "
+                    "backward, or pass forward_ad.unpack_dual(...).primal"
+                )
