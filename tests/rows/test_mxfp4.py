@@ -37,6 +37,8 @@ def test_every_code_comes_back(inner: int) -> None:
     assert [torch.equal(*pair) for pair in zip(weight.to_blocks(), (blocks, scales), strict=True)] == [True, True]
     one = Mxfp4Weight.from_blocks(blocks[1], scales[1])
     assert torch.equal(one.codes, weight.codes[1]), "leading dimensions are optional"
+    apart = torch.cat((scales.new_zeros(1), scales.flatten()))[1:].view_as(scales)  # at no multiple of four bytes
+    assert torch.equal(Mxfp4Weight.from_blocks(blocks, apart).scales, weight.scales)
 
 
 def test_a_byte_has_two_elements_that_are_32_columns_apart() -> None:
@@ -66,7 +68,9 @@ def test_weights_are_quantised_as_the_specification_says() -> None:
 
 
 @pytest.mark.quick("each case checks something else, in milliseconds")
-@pytest.mark.parametrize("weight", [torch.zeros(128), torch.zeros(4, 96), torch.zeros(4, 128).int()], ids=str)
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(128), torch.zeros(4, 96), torch.zeros(0, 128), torch.zeros(4, 128).int()], ids=str
+)
 def test_weights_that_cannot_be_quantised(weight: torch.Tensor) -> None:
     with pytest.raises(moelink.ArgumentError, match=r"^weight: expected floating point \[\.\.\., N, K\]"):
         quantize_mxfp4(weight)

@@ -67,7 +67,8 @@ class Mxfp4Weight:
             first, second = pairs[:, :, 0], pairs[:, :, 1]
             packed.copy_((first & 7) | (first & 8) << 2)
             packed |= (second & 6) << 2 | (second & 1) << 6 | (second & 8) << 4
-        words = scales.view(torch.uint8).contiguous().view(torch.int32)
+        scales = scales.view(torch.uint8).contiguous()
+        words = (scales.clone() if scales.storage_offset() % 4 else scales).view(torch.int32)
         return cls(codes, words.transpose(-1, -2).contiguous())
 
     def to_blocks(self) -> tuple[Tensor, Tensor]:
@@ -136,9 +137,9 @@ def quantize_mxfp4(weight: Tensor) -> Mxfp4Weight:
     >>> scales.tolist(), blocks[0, 0, 0].item() == 0x77  # 6 * 2**-1
     ([[126, 126, 126, 126]], True)
     """
-    if weight.dim() < 2 or not weight.is_floating_point() or weight.shape[-1] % BLOCK or not weight.shape[-1]:
+    if weight.dim() < 2 or not weight.is_floating_point() or weight.shape[-1] % BLOCK or not all(weight.shape[-2:]):
         got = f"{weight.dtype} {list(weight.shape)}"
-        raise ArgumentError("weight", f"floating point [..., N, K] with K a multiple of {BLOCK}", got)
+        raise ArgumentError("weight", f"floating point [..., N, K], none empty, with K a multiple of {BLOCK}", got)
     weight = weight.detach()
     rows, inner = weight.shape[-2:]
     blocks = torch.empty(*weight.shape[:-1], inner // GROUP, GROUP // 2, dtype=torch.uint8, device=weight.device)
