@@ -127,7 +127,7 @@ class ForkedError(StateError):
 class ForeignHandleError(StateError):
     """``recv`` belongs to another communicator, or to another rank of it. Recover: pass this rank's own ``recv``.
 
-    Likewise if ranks were masked or admitted since its dispatch, also in a backward: repeat the step.
+    The same is raised if ranks were masked or admitted since its dispatch, also in a backward: repeat the step.
     """
 
 

@@ -66,7 +66,7 @@ each group, 274.6 -> 263.1 with 128, 252.0 -> 250.4 with 4."""
 SMALL_WEIGHT, GROUP_ROWS = 2048, (16, 132)
 """Most rows and columns of a group's weight, and rows of a buffer for each group, for which ``rows.grouped_fp8`` has
 one launch on compute capability 9.0: of tiles of 16 rows up to the first number, and of 64 up to the second. Lab, *The
-layer*, *Tiles by rows*: gate and up 42.5 -> 37.3 us at 8 tokens and 80.1 -> 64.1 at 512."""
+layer*, *Tiles by rows*: gate and up 42.5 -> 37.3 us at 8 tokens, 80.1 -> 64.1 at 512."""
 
 FEW_LOGITS = 8
 """Most tokens whose logits ``rows.wide_product_kernel`` computes, in place of torch's product. Lab, *The layer*,

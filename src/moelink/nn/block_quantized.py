@@ -84,7 +84,7 @@ class BlockQuantized:
 
 
 Weight = BlockQuantized | Mxfp4Weight
-"""What rows in fp8 are multiplied by."""
+"""Weights that multiply rows in fp8."""
 
 
 def weight_of(codes: Tensor, scales: Tensor) -> Weight:

@@ -175,7 +175,7 @@ def what_library_lacks(library: str, device: torch.device) -> Lack | None:
 
 
 def quantize_for(backend: str, weight: Tensor) -> Weight:
-    """Quantise weights [G, N, K] to what ``backend`` multiplies."""
+    """Quantise weights [G, N, K] to the format that ``backend`` multiplies."""
     return quantize_mxfp4(weight) if backend == "mxfp4" else quantize_weight(weight)
 
 

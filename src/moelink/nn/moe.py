@@ -62,9 +62,9 @@ class MoE(BalancedLayer):
         host_counts: dispatch gives rows of exactly the size that is needed, in place of the worst case (or capacity),
             for one wait of the host a call: saves memory and work in eager training. Cannot be compiled or captured.
         experts_backend: the product of experts. "dequantize": rows become numbers of ``dtype`` first. "triton",
-            "torch", "flashinfer": rows of format fp8_block128 are multiplied in fp8 by weights in fp8, for inference
-            only (:meth:`quantize_experts`). "auto" takes the product that was measured to be fastest, by format and
-            device; the choice is logged, and part of the layer's ``repr``.
+            "torch", "flashinfer": rows of format fp8_block128 are multiplied in fp8 by weights in fp8, "mxfp4": by
+            weights in mxfp4, for inference only (:meth:`quantize_experts`). "auto" takes the product that was measured
+            to be fastest, by format and device; the choice is logged, and part of the layer's ``repr``.
         load_steps: steps that :attr:`load` keeps one by one; 0 to count nothing.
         placement: which expert each of the communicator's experts holds (:mod:`moelink.nn.placement`): the router
             chooses among ``placement.num_experts``, and the communicator has ``placement.num_physical``. None: the
@@ -197,10 +197,10 @@ class MoE(BalancedLayer):
         self._ignored = tuple(names)
 
     def quantize_experts(self, backend: ExpertsBackend = "auto") -> None:
-        """Quantise the experts' weights to fp8, once, and multiply by ``backend`` from now on. With "dequantize", or
-        if "auto" chooses it, nothing changes.
+        """Quantise the experts' weights, to mxfp4 for that ``backend``, else to fp8, once, and multiply by it from now
+        on. With "dequantize", or if "auto" chooses it, nothing changes.
 
-        For weights that were loaded in another dtype: a layer with ``experts_backend`` has experts in fp8 from the
+        For weights that were loaded in another dtype: a layer with ``experts_backend`` has quantised experts from the
         start, and loads codes and scales. Afterwards :attr:`experts` is a :class:`QuantizedExperts`, which has no
         parameters.
 

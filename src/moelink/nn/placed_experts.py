@@ -244,7 +244,7 @@ def refuse_gradients(
     module: torch.nn.Module,
     *,
     name: str = "experts_backend",
-    why: str = "experts in fp8 have none",
+    why: str = "quantised experts have none",
     instead: str = "experts_backend='dequantize'",
 ) -> None:
     """Refuse a call that records gradients, of ``x`` or of the parameters of ``module``, because of the setting

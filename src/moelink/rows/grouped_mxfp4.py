@@ -1,6 +1,6 @@
 """Grouped matrix product of fp8 rows and weights in mxfp4: ``out[r] = rows[r] @ weight[g].T``.
 
-As :mod:`moelink.rows.grouped_fp8` in all but the weights: legend, rows, offsets, tiles and what a launch serves. ``c``
+As :mod:`moelink.rows.grouped_fp8` in all but the weights: legend, rows, offsets, tiles, groups of a launch. ``c``
 counts blocks of 64 along K, ``kb`` those of 128, and j those of 32 in a block of 128.
 
 ==================  ====================  ============================================================================
@@ -25,7 +25,7 @@ sum of the 32 products of block j of kb, and code[j] its e8m0 code::
     out[r, n] = sum over kb of t[kb] * scales[kb, r]
 
 A d comes from the tensor cores; all else is fp32 outside of them. Products by powers of two are exact. Code 0, which
-is 2**-127, counts as zero, and code 255, NaN, as inf, so that what it reaches is not finite.
+is 2**-127, counts as zero, and code 255, NaN, as inf, so that the sums it enters are not finite.
 
 Weights are the left operand, from registers: they come as bytes, and only there they become e4m3. Rows are the right
 one, whatever their number.

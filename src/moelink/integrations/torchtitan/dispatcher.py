@@ -105,7 +105,7 @@ class MoelinkTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
             UnsupportedError: under ``debug.spmd_typechecking``.
         """
         if self.ep is None:
-            # torchtitan's has a row for each id, so those of none become rows of expert 0 with a score of zero.
+            # torchtitan's has a row for each id, so ids of -1 become rows of expert 0 with a score of zero.
             nobody = topk_expert_ids_TK < 0
             counts = num_local_tokens_per_expert_E.clone()
             counts[0] += nobody.sum()

@@ -22,7 +22,7 @@ from moelink.nn.router import Routing
 
 
 class MoelinkMoE(MoE):  # type: ignore[misc]
-    """torchtitan's layer with a :class:`moelink.nn.AuxLosses` and a mask of padding; else it computes what MoE does.
+    """torchtitan's layer with a :class:`moelink.nn.AuxLosses` and a mask of padding; otherwise it computes the same.
 
     Attributes:
         aux_losses: the losses, whose gradient this layer starts; None for none.

@@ -37,7 +37,7 @@ _HIDDEN = (
 
 
 AUX_LOSS = ("balance", "sequence", "z", "over", "scale")
-"""What an override's ``aux_loss`` may have."""
+"""The fields of an override's ``aux_loss``."""
 
 
 def aux_loss_of(given: Mapping[str, Any] | None) -> tuple[AuxLossConfig | None, float]:
