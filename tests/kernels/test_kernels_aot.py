@@ -220,8 +220,8 @@ def facts():
 def launched_kernels():
     """Names of ``triton.jit`` functions that host code of the library launches, and of those called ``..._kernel``.
 
-    A function is launched as ``kernel[grid](...)``, or given to ``launch`` or to a launcher's ``kernel``. The
-    benchmark's kernels are its own.
+    A function is launched as ``kernel[grid](...)``, or given to ``launch``, ``launch_tiles`` or a launcher's
+    ``kernel``. The benchmark's kernels are its own.
     """
     files = [path for path in SOURCE.rglob("*.py") if "tools" not in path.parts]
     trees = [ast.parse(path.read_text()) for path in files]
@@ -245,7 +245,7 @@ def launched_in(tree):
         function, given = call.func, []
         if isinstance(function, ast.Subscript):  # kernel[grid](...), settle_cache_key(kernel)[grid](...)
             given = [function.value, *(function.value.args if isinstance(function.value, ast.Call) else [])]
-        elif ast.unparse(function).split(".")[-1] in ("kernel", "launch"):
+        elif ast.unparse(function).split(".")[-1] in ("kernel", "launch", "launch_tiles"):
             given = call.args
         for each in given:
             first, *_, last = ast.unparse(each).split(".") * 2
