@@ -35,7 +35,7 @@ OF_CONTRACT = (
     Mutant("allreduce takes any number of ranks", "contract/params.py",
            "self._named_ranks not in (1, self.allreduce_world_size):", "self._named_ranks < 1:",
            "contract/test_contract_arguments.py::test_allreduce_refuses_ranks_that_do_not_fit"),
-    Mutant("whoever brings a block of its own is rank 0", "contract/buffers.py",
+    Mutant("a rank with a block of its own is rank 0", "contract/buffers.py",
            "if my_rank is None and params.skip_a2a and not whole:", "if my_rank is None and params.skip_a2a and memory.world_size > params.n_ranks:",
            "contract/test_contract_arguments.py::test_a_block_of_ones_own_needs_its_rank"),
     Mutant("an output of the caller may begin at 4 bytes", "contract/tensors.py",

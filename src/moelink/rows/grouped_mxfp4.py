@@ -28,7 +28,7 @@ A d comes from the tensor cores; all else is fp32 outside of them. Products by p
 is 2**-127, counts as zero, and code 255, NaN, as inf, so that the sums it enters are not finite.
 
 Weights are the left operand, from registers: they come as bytes, and only there they become e4m3. Rows are the right
-one, whatever their number.
+one, if there are few or many.
 
 Example: G = 1, N = 64, K = 128, 2 rows, their codes 1 and scales 2. All bytes are 0b00000010, so first elements are 1
 and second ones 0; the e8m0 codes are 127, 128, 127 and 127. Then t = 32 * 1 + 0 + 32 * 1 + 0 and ``out`` is 128.

@@ -1,4 +1,4 @@
-"""What ranks of test_torchtitan_losses.py do: layers with auxiliary losses and padding, against torchtitan's own layer.
+"""The programs of test_torchtitan_losses.py: layers with auxiliary losses and padding beside torchtitan's own layer.
 
 torchtitan's layer gets the tokens of all ranks in one process, padding left out, and the losses are sums over tokens
 and experts that are written out.
@@ -89,7 +89,7 @@ def losses_of(gate: Tensor, ranks: list[tuple[Tensor, Tensor]], scoring: str) ->
 
 
 def expected(world_size: int, scoring: str) -> dict[str, Any]:
-    """What torchtitan's layer makes of the tokens of all ranks."""
+    """Return the results of torchtitan's layer for the tokens of all ranks."""
     layer = layer_config(scoring).build()
     fill(layer)
     layer.routed_experts.token_dispatcher.wire_meshes(ep_mesh=None)
@@ -159,7 +159,7 @@ def compared(rank: int, world_size: int, scoring: str, by: str) -> dict[str, Any
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
-    """What is said of layers and settings that have no losses or masks, by what they are."""
+    """Return the refusals of layers and settings that have no losses or masks, by their names."""
     begin()
     said = {}
     sized = {"num_max_tokens_per_rank": BATCH * LENGTH, "dtype": "float32"}

@@ -60,7 +60,7 @@ class MoelinkMoE(MoE):  # type: ignore[misc]
             aux_loss, self._scoring, rank=rank, world_size=ranks, timeout=self.config.timeout,
             device=self.tokens_per_expert_E.device,
         )  # fmt: skip
-        made.ranks = ranks  # without a group, of one rank, whatever other ranks there are
+        made.ranks = ranks  # without a group the losses are of one rank, also beside others
         self.aux_losses = made
         self._reset_scale()
 
