@@ -71,6 +71,14 @@ def test_kernels_are_compiled_by_the_same_command_without_a_file() -> None:
     assert alone == (*compiling.arguments[:6], *compiling.arguments[8:], "--no-peers")
 
 
+def test_the_file_of_a_step_names_the_commit_that_is_given() -> None:
+    results, decode = steps_on(2)[:2]
+    assert decode.recording("abc1234").arguments == (*decode.arguments[:-1], "--commit", "abc1234", "--out")
+    assert decode.recording("abc1234").measures
+    assert decode.recording(None) is decode
+    assert results.recording("abc1234") is results, "pytest takes no commit"
+
+
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -63,6 +63,12 @@ class Step:
         """Whether it writes a file."""
         return self.arguments[-1] == "--out"
 
+    def recording(self, commit: str | None) -> Step:
+        """Return the step whose file names ``commit``, on a machine without a repository."""
+        if not self.measures or commit is None:
+            return self
+        return replace(self, arguments=(*self.arguments[:-1], "--commit", commit, "--out"))
+
     def compiling(self, *, peers: bool) -> Step:
         """Return the step that compiles the kernels of this one: the same with one sample and without a file.
 
@@ -121,7 +127,7 @@ def _preset(name: str, ranks: int, seconds: float, *options: str) -> Step:
 
 def _layer(case: str, ranks: int) -> Step:
     tokens = [word for count in TOKENS for word in ("--tokens", str(count))]
-    step = _preset("layer", ranks, 100, "--case", case, "--samples", "9", *tokens)
+    step = _preset("layer", ranks, 140, "--case", case, "--samples", "9", *tokens)
     return Step(f"layer-{case}", step.arguments, step.seconds)
 
 
@@ -177,7 +183,7 @@ def run(args: argparse.Namespace, save: Save) -> int:
         save("whole", {"gpus": gpus, "steps": [asdict(one) for one in done]})
 
     args.out = args.out or args.folder / "whole.json"
-    chosen = [known[name] for name in args.steps or known]
+    chosen = [known[name].recording(args.commit) for name in args.steps or known]
     measuring = [step for step in chosen if step.measures and gpus > 1 and not args.compiled]
     compiling = [step.compiling(peers=step is measuring[0]) for step in measuring]
     done = perform_all([*compiling, *chosen], args.folder.resolve(), args.seconds, note)
