@@ -37,6 +37,7 @@ from moelink.nn.experts import as_group, grouped_matmul
 from moelink.nn.parameters import ROUTER, KeepsBuffers, draw, part_of
 from moelink.rows.choice import Choice
 from moelink.rows.choose import choose
+from moelink.rows.few_tokens import are_few, route_few
 from moelink.rows.wide_product import wide_product
 
 Scoring = Literal["softmax", "sigmoid"]
@@ -129,12 +130,15 @@ def _route(logits: Tensor, config: RouterConfig, topk: int, correction_bias: Ten
     bias = correction_bias
     if bias is not None and bias.dtype != logits.dtype:
         bias = bias.to(logits.dtype)
-    choice = Choice(
+    ids, weights = choose(logits, bias, _choice_of(config, topk))
+    return Routing(topk_ids=ids, topk_weights=weights, logits=logits)
+
+
+def _choice_of(config: RouterConfig, topk: int) -> Choice:
+    return Choice(
         topk, config.scoring, config.renormalize, config.num_groups, config.topk_groups, config.group_score,
         config.scaling_factor,
     )  # fmt: skip
-    ids, weights = choose(logits, bias, choice)
-    return Routing(topk_ids=ids, topk_weights=weights, logits=logits)
 
 
 class Router(KeepsBuffers):
@@ -207,11 +211,15 @@ class Router(KeepsBuffers):
             return self._routed(x, weight)
 
     def _routed(self, x: Tensor, weight: Tensor) -> Routing:
+        bias = part_of(self, self._buffers, "correction_bias")
         if self.config.batch_invariant:
             logits = grouped_matmul(x.float(), as_group(x), weight.float()[None], True)
+        elif are_few(x, weight, bias):
+            logits, ids, weights = route_few(x, weight, bias, _choice_of(self.config, self.topk))
+            return Routing(ids, weights, logits)
         else:
             logits = wide_product(x, weight)
-        return _route(logits, self.config, self.topk, part_of(self, self._buffers, "correction_bias"))
+        return _route(logits, self.config, self.topk, bias)
 
     def extra_repr(self) -> str:
         experts, hidden = self.weight.shape

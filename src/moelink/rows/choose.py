@@ -137,11 +137,12 @@ def _choose(
     if not logits.shape[0]:
         return _choose_fake(logits, bias, topk)
     given = (logits.contiguous(),) if bias is None else (logits.contiguous(), bias.contiguous())
-    return eager.repeated(given, _by_kernel, *choice)  # type: ignore[return-value]
+    return eager.repeated(given, by_kernel, *choice)  # type: ignore[return-value]
 
 
-def _by_kernel(logits: Tensor, *given: Any) -> tuple[tuple[Tensor, Tensor], tuple[()]]:
-    """``given``: the bias, if there is one, and the fields of a :class:`Choice`."""
+def by_kernel(logits: Tensor, *given: Any) -> tuple[tuple[Tensor, Tensor], tuple[()]]:
+    """Launch the kernel: a function on rows (:func:`moelink.rows.eager.repeated`). ``given``: the bias, if there is
+    one, and the fields of a :class:`Choice`."""
     from moelink.rows.choose_kernel import launch
 
     bias, choice = given[: -len(Choice._fields)], Choice(*given[-len(Choice._fields) :])

@@ -50,13 +50,14 @@ def has_wide_sums(device: torch.device) -> bool:
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
     if 0 < x.shape[0] <= FEW_LOGITS and eager.takes_kernels(x):
-        return eager.repeated((x.contiguous(), weight.contiguous()), _by_kernel)[0]
+        return eager.repeated((x.contiguous(), weight.contiguous()), by_kernel)[0]
     if has_wide_sums(x.device):
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return functional.linear(x.float(), weight.float())
 
 
-def _by_kernel(x: Tensor, weight: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
+def by_kernel(x: Tensor, weight: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
+    """Launch the kernel for contiguous tensors: a function on rows (:func:`moelink.rows.eager.repeated`)."""
     from moelink.rows.wide_product_kernel import launch
 
     if weight.device != x.device:  # a kernel would read memory that it cannot
