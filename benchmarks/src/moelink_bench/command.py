@@ -94,6 +94,10 @@ def bench(
         list[PeerChoice] | None,  # type: ignore[valid-type]
         typer.Option(help="Only this library besides moelink; may be repeated. Default: all that the preset knows."),
     ] = None,
+    contender: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this way to compute the layer, by its name in tables; may be repeated. Default: all."),
+    ] = None,
     speed_gate: Annotated[
         bool,
         typer.Option(
@@ -128,7 +132,7 @@ def bench(
         fixed = {"format": format, "hidden": hidden, "topk": topk, "experts": experts, "layout": layout}
         refuse_options(name, {**fixed, "num-sms": num_sms})
     else:
-        refuse_options(name, {"case": [str(one.value) for one in case or ()]})
+        refuse_options(name, {"case": [str(one.value) for one in case or ()], "contender": contender})
     if name in get_args(RolePresetName):
         refuse_options(name, {"seed": seed, "plot": plot and str(plot)})
     check_writable(out=out, plot=plot)
@@ -149,7 +153,7 @@ def bench(
         world = place_of(device, ranks, on_cpus=2)[1]
         run, plan = run_layer_bench, make_layer_plan(
             name, ranks=world, device=device, cases=[str(one.value) for one in case or ()], tokens=tokens or (),
-            samples=samples, seed=seed, peers=peers, timeout=timeout,
+            samples=samples, seed=seed, contenders=contender or None, peers=peers, timeout=timeout,
         )  # fmt: skip
     elif name in get_args(RolePresetName):
         from moelink_bench.roles_preset import make_roles_plan, run_roles
