@@ -101,5 +101,9 @@ def test_the_summary_is_written_and_the_status_tells(tmp_path: Path, monkeypatch
     assert whole.main([*common, "--steps", "other"]) == 2
 
 
-def test_a_cpu_has_steps_as_well() -> None:
+def test_a_cpu_and_one_gpu_have_steps_as_well() -> None:
     assert [step.name for step in steps_on(0)] == ["smoke", "layer-smoke", "roles-smoke"]
+    roles, *layers = steps_on(1)
+    assert roles.name == "roles"
+    assert "--ranks" not in roles.arguments, "2, 4 and 8 ranks are simulated"
+    assert [step.name for step in layers] == [step.name for step in steps_on(2) if step.name.startswith("layer")]

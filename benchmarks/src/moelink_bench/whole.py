@@ -8,7 +8,8 @@ step so far, and of those that did not begin.
 
 On two GPUs and more: the tests of all transports; the presets decode, prefill, layouts, sms (4096 tokens at 24 and 16
 SMs), skew, and layer for each of its models, with the libraries that load; two levels, where the GPUs are played as two
-nodes; 20,000 calls; and, on four or more, all GPU tests. Without a GPU: the presets that run on CPUs.
+nodes; 20,000 calls; and, on four or more, all GPU tests. On one GPU: the roles of 2, 4 and 8 ranks, which are simulated
+there, and layer for each of its models. Without a GPU: the presets that run on CPUs.
 
     python -m moelink_bench.whole --seconds 540 --folder results
     python -m moelink_bench.whole --steps results layer-qwen3-30b-a3b --seconds 200
@@ -99,15 +100,17 @@ class Done:
 
 def steps_on(gpus: int) -> list[Step]:
     """Return the steps of a machine with so many GPUs, in their order."""
-    if gpus < 2:
-        names = ("roles",) if gpus else ("smoke", "layer-smoke", "roles-smoke")
-        return [_preset(name, 1 if gpus else 2, 150) for name in names]
+    if not gpus:
+        return [_preset(name, 2, 150) for name in ("smoke", "layer-smoke", "roles-smoke")]
+    layers = [_layer(name, gpus) for name in get_args(CaseName) if name != "tiny"]
+    if gpus == 1:
+        return [_preset("roles", None, 150), *layers]
     return [
         replace(_tests("results", _COMPILING, "processes", "matrix", "-k", "not many_calls"), early=True),
         _pairs("decode", gpus, 80),
         _pairs("prefill", gpus, 80),
         _pairs("sms", gpus, 90, "--tokens", "4096", "--num-sms", "24", "--num-sms", "16"),
-        *[_layer(name, gpus) for name in get_args(CaseName) if name != "tiny"],
+        *layers,
         _pairs("layouts", gpus, 60),
         _pairs("skew", gpus, 60, "--tokens", "4096"),
         _tests("levels", 100, "nodes_levels"),
@@ -120,8 +123,9 @@ def _pairs(name: str, ranks: int, seconds: float, *options: str) -> Step:
     return _preset(name, ranks, seconds, *_RIVALS, *options)
 
 
-def _preset(name: str, ranks: int, seconds: float, *options: str) -> Step:
-    command = ("-m", "moelink_bench", "--preset", name, "--ranks", str(ranks), *options)
+def _preset(name: str, ranks: int | None, seconds: float, *options: str) -> Step:
+    on = () if ranks is None else ("--ranks", str(ranks))
+    command = ("-m", "moelink_bench", "--preset", name, *on, *options)
     return Step(name, (*command, "--timeout", str(seconds), "--out"), seconds)
 
 
