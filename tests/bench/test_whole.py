@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from moelink_bench import whole
 from moelink_bench.whole import Done, Step, perform_all, steps_on
+from tests.support.cases import FORMATS
 from tests.support.patience import until
 
 
@@ -25,6 +27,18 @@ def test_each_step_is_known_and_ends_within_nine_minutes_but_those_of_four_gpus(
             assert ("--out" in step.arguments) == (step.arguments[1] == "moelink_bench")
             assert step.arguments[1] == "pytest" or step.arguments[step.arguments.index("--ranks") + 1] == str(gpus)
     assert "tests" not in {step.name for step in steps_on(2)}
+
+
+def test_the_tests_of_a_step_exist() -> None:
+    """A selection of none would fail the step, on a machine that is there for minutes."""
+    steps = [step for gpus in (2, 4) for step in steps_on(gpus) if "-k" in step.arguments]
+    assert {step.name for step in steps} == {"results", "calls"}
+    for step in steps:
+        files = [Path(word) for word in step.arguments if word.startswith("tests/")]
+        tests = [name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())]
+        words = set(re.findall(r"\w+", step.arguments[step.arguments.index("-k") + 1])) - {"not", "and", "or"}
+        for word in words:
+            assert any(word in name for name in (*tests, *map(str, files), *FORMATS)), (step.name, word)
 
 
 def test_what_hangs_is_ended_with_its_children_and_the_rest_goes_on(tmp_path: Path) -> None:

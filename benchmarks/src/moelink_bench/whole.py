@@ -7,9 +7,9 @@ file of its benchmark. After each step ``whole.json`` is written anew, with the 
 step so far, and of those that did not begin.
 
 On two GPUs and more: the tests of all transports; the presets decode, prefill, layouts, sms (4096 tokens at 24 and 16
-SMs), skew, and layer for each of its models, with the libraries that load; two levels, where the GPUs are played as two
-nodes; 20,000 calls; and, on four or more, all GPU tests. On one GPU: the roles of 2, 4 and 8 ranks, which are simulated
-there, and layer for each of its models. Without a GPU: the presets that run on CPUs.
+SMs), skew, and layer for each of its models, with the libraries that load; GPUs played as nodes, in two levels if there
+are four; 20,000 calls; and, on four or more, all GPU tests. On one GPU: the roles of 2, 4 and 8 ranks, which it
+simulates, and layer for each of its models. Without a GPU: the presets that run on CPUs.
 
     python -m moelink_bench.whole --seconds 540 --folder results
     python -m moelink_bench.whole --steps results layer-qwen3-30b-a3b --seconds 200
@@ -40,6 +40,8 @@ _COMPILING = 170
 """Seconds for the kernels of a step, while those of all others are compiled."""
 _RIVALS = ("--peer", "flashinfer")
 """Of pairs. Torch's ``all_to_all_vdev_2d`` is no rival, and takes most of a step's time."""
+_RESULTS = "not thousand_calls and (processes or bf16 or fp8_block128)"
+"""The matrix of all formats takes longer than a call; it belongs to the tests of four GPUs."""
 TOKENS = (1, 8, 32, 128, 512, 4096)
 
 
@@ -106,16 +108,16 @@ def steps_on(gpus: int) -> list[Step]:
     if gpus == 1:
         return [_preset("roles", None, 150), *layers]
     return [
-        replace(_tests("results", _COMPILING, "processes", "matrix", "-k", "not many_calls"), early=True),
+        replace(_tests("results", _COMPILING, "processes", "matrix", "-k", _RESULTS), early=True),
         _pairs("decode", gpus, 80),
         _pairs("prefill", gpus, 80),
         _pairs("sms", gpus, 90, "--tokens", "4096", "--num-sms", "24", "--num-sms", "16"),
         *layers,
         _pairs("layouts", gpus, 60),
         _pairs("skew", gpus, 60, "--tokens", "4096"),
-        _tests("levels", 100, "nodes_levels"),
-        _tests("calls", 100, "processes", "-k", "many_calls"),
-        *[_tests("tests", 300, "faults", "symmetric", "moe", "zero_copy", "device_memory")] * (gpus >= 4),
+        _tests("levels", 100, "nodes_levels" if gpus >= 4 else "nodes"),
+        _tests("calls", 100, "processes", "-k", "thousand_calls"),
+        *[_tests("tests", 300, "faults", "symmetric", "moe", "zero_copy", "device_memory", "matrix")] * (gpus >= 4),
     ]
 
 
