@@ -70,7 +70,7 @@ def good(kind: str) -> dict[str, Any]:
     if "constants" in kind:
         return json.loads((CONSTANTS / ("constants.json" if kind == "constants" else "experts.json")).read_text())
     if kind != "plot":
-        return part_of("decode_2xh200.json")
+        return part_of("decode_before_2xh200.json")
     layer = {"rank": 0, "world_size": 2, "replicated": False, "tokens_per_expert": [3, 0, 4], "first_step": 5}
     layer |= {"steps": [[1, 0, 2], [2, 0, 2]]}
     layers = [{"name": name, **layer} for name in ("layers.0", "layers.1")]
