@@ -52,7 +52,7 @@ def test_every_result_has_a_command_that_exists() -> None:
     names = "|".join(presets[1].split(", "))
     for path in RESULTS.glob("*.json"):
         assert f"`{path.name}`" in text or re.fullmatch(rf"({names})_\dxh[12]00\.json", path.name), path.name
-    modules = set(re.findall(r"-m (moelink_bench\.[a-z_.]+)", text))
+    modules = set(re.findall(r"-m (moelink_bench\.[a-z0-9_.]+)", text))
     assert len(modules) >= 6
     for module in modules:
         assert importlib.util.find_spec(module), module
