@@ -30,13 +30,13 @@ BUDGET = {
     "kernels/launch": 2238,
     "kernels/nodes": 1353,
     "kernels/sync": 1311,
-    "rows": 3403,
+    "rows": 3445,
     "transports": 2046,
     "transports/collective": 1829,
     "transports/symmetric": 2269,
     "contract": 2420,
     "ops": 1997,
-    "nn": 4942,
+    "nn": 4950,
     "integrations": 4649,
     "tracing": 535,
     "tracing/device": 524,
@@ -50,7 +50,7 @@ BUDGET = {
 }
 """Most lines of each room; "." are the files beside the rooms."""
 BUDGET_OF_BENCH = {
-    ".": 11366,
+    ".": 11382,
     "layer": 1624,
     "frameworks": 1008,
 }
