@@ -547,9 +547,10 @@ def test_results_are_drawn(tmp_path: Path) -> None:
     from moelink_bench.layer.picture import segments
 
     document = synthetic()
-    ours, theirs = document["rows"][:2]
-    assert segments(ours) == [("dispatch", pytest.approx(18.0)), ("product 1", pytest.approx(72.0))]
-    assert segments(theirs) == [("", 100.0)]
+    ours, theirs, one_by_one = document["rows"][:3]
+    assert segments(ours, 80.0) == [("dispatch", pytest.approx(18.0)), ("product 1", pytest.approx(72.0))]
+    assert segments(theirs, 100.0) == [("", 100.0)]
+    assert segments(one_by_one, 100.0) == [("", 100.0)], "of 500"
     path = tmp_path / "layer.json"
     path.write_text(json.dumps(document))
     pytest.importorskip("matplotlib")

@@ -29,6 +29,8 @@ FORMS = {
 }  # fmt: skip
 """Of results of the layer, as far as they are drawn."""
 MOST_PANELS = 64
+_UPRIGHT = 5
+"""Bars whose figures fit beside one another."""
 
 SHORT = {
     "moelink fp8_block128": "moelink fp8",
@@ -44,7 +46,8 @@ def draw_layer(document: dict[str, Any], path: Path) -> None:
     """Draw a result into ``path`` (its suffix chooses the file format): a row of panels per model, a panel per number
     of tokens, a bar per contender.
 
-    A bar is as high as a whole call takes, by the first method that was used, and divided as its parts are.
+    A bar is as high as a whole call takes, by the first method that was used, and divided as its parts are. Calls that
+    were made one by one may take many times as long as replays: such a bar ends at the highest replay, undivided.
 
     Raises:
         ValueError: no contender has a figure, or there are more than 64 panels.
@@ -56,10 +59,10 @@ def draw_layer(document: dict[str, Any], path: Path) -> None:
     columns = max(sum(case["shape"]["model"] == model for case in document["cases"]) for model in models)
     if len(models) * columns > MOST_PANELS:
         raise ValueError(f"{len(models)} x {columns} panels are more than {MOST_PANELS}")
-    height = 1.5 + 2.6 * len(models)
+    height = 1.65 + 2.6 * len(models)
     figure = new_figure(height)
     panels = figure.subplots(len(models), columns, squeeze=False)
-    figure.subplots_adjust(left=0.055, right=0.99, top=1 - 1.45 / height, bottom=0.5 / height, wspace=0.38, hspace=0.5)
+    figure.subplots_adjust(left=0.055, right=0.99, top=1 - 1.45 / height, bottom=0.65 / height, wspace=0.38, hspace=0.5)
     for line, model in zip(panels, models, strict=True):
         cases = [(index, case) for index, case in enumerate(document["cases"]) if case["shape"]["model"] == model]
         for axes in line[len(cases) :]:
@@ -80,13 +83,16 @@ def whole(row: dict[str, Any]) -> dict[str, float] | None:
     return figure
 
 
-def segments(row: dict[str, Any]) -> list[tuple[str, float]]:
-    """Return (part, microseconds) from the bottom of the bar to its top; one segment "" where there are no parts.
+def segments(row: dict[str, Any], highest: float) -> list[tuple[str, float]]:
+    """Return (part, microseconds) from the bottom of the bar to its top; one segment "" where there are no parts, and
+    one of ``highest`` for calls that were made one by one and took longer than that.
 
     Example: a call of 90 us with parts of 20 and 80 us between events: 18 and 72 us.
     """
     figure = whole(row)
     assert figure is not None
+    if not row["graph"] and figure["median"] > highest:
+        return [("", highest)]
     parts = {name: part["median"] for name, part in row["parts"].items()}
     total = sum(parts.values())
     if not total:
@@ -98,15 +104,18 @@ def _panel(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
     frame(axes, title, "", "")
     axes.grid(visible=False, axis="x")
     axes.set_axisbelow(True)
-    highest = max((whole(row) or {"median": 0.0})["median"] for row in rows) if rows else 1.0
+    replayed = [row["graph"]["median"] for row in rows if row["graph"]]
+    highest = max(replayed or [row["eager"]["median"] for row in rows], default=1.0)
+    many = len(rows) > _UPRIGHT
     for place, row in enumerate(rows):
         bottom = 0.0
-        for name, height in segments(row):
+        for name, height in segments(row, highest):
             axes.bar(place, height, 0.72, bottom, color=COLORS.get(name, OTHERS), linewidth=0)
             bottom += height
-        by_call = "" if row["graph"] else "*"
-        axes.text(place, bottom + 0.02 * highest, f"{bottom:.0f}{by_call}", ha="center", size=6.5, color=INK)
-    axes.set_ylim(0, 1.12 * highest)
+        said = f"{(whole(row) or {})['median']:.0f}{'' if row['graph'] else '*'}"
+        rotation = 90 if many else 0
+        axes.text(place, bottom + 0.02 * highest, said, ha="center", size=6.5, color=INK, rotation=rotation)
+    axes.set_ylim(0, (1.25 if many else 1.12) * highest)
     names = [SHORT.get(row["contender"], row["contender"].removesuffix(" one-sided")) for row in rows]
     axes.set_xticks(range(len(rows)), names, rotation=38, ha="right")
     axes.tick_params(axis="x", labelsize=6, length=0, pad=1)
@@ -124,7 +133,7 @@ def _words(figure: Any, document: dict[str, Any], height: float) -> None:
     figure.text(
         0.055, 1 - 0.6 / height,
         f"{document['ranks']} x {document['devices'][0]} · torch {versions['torch']} · {commit} · {document['date']} · "
-        "median of CUDA graph replay (* calls made one by one), divided as the parts are",
+        "median of CUDA graph replay (* calls made one by one, cut at the highest replay), divided as the parts are",
         size=8.5, color=MUTED,
     )  # fmt: skip
     drawn = [name for name in document["parts"] if any(name in row["parts"] for row in document["rows"])]
