@@ -15,6 +15,7 @@ from tests.rows.grouped_fp8_cases import (
     POISON,
     TENSOR_CORES,
     assert_replays_follow_the_offsets,
+    biased,
     error_over_bound,
     exact_problem,
     problem,
@@ -33,22 +34,28 @@ SHAPES = {
     "no rows": ((0, 0, 0), 40, 256, 256),
     "many groups": (tuple(i % 5 for i in range(130)), 0, 128, 136),
     "DeepSeek-V3": ((36, 0, 128, 4), 200, 7168, 4096),
+    "gpt_oss": ((36, 0, 128, 4), 200, 2944, 5888),
 }
 AT_WORST = 2.0**-8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_kernel_keeps_the_bound(name: str, dtype: torch.dtype) -> None:
-    given = problem(*SHAPES[name], device="cuda", spread=1 if dtype == torch.float16 else 6, kind="mxfp4")
+def test_the_kernel_keeps_the_bound(name: str, bias: bool, dtype: torch.dtype) -> None:
+    spread = 1 if bias or dtype == torch.float16 else 6
+    given = problem(*SHAPES[name], device="cuda", spread=spread, kind="mxfp4")
+    given = biased(given) if bias else given
     out = torch.full((given.codes.shape[0], given.exact.shape[1]), POISON, dtype=dtype, device="cuda")
     given.weight.launch(given.codes, given.scales, given.offsets, out)
     assert error_over_bound(out, given, TENSOR_CORES) <= 1
     assert (out[given.rows :] == POISON).all(), "rows that do not exist are not written"
 
 
-def test_exact_sums_have_the_bits_of_the_twin() -> None:
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_exact_sums_have_the_bits_of_the_twin(bias: bool) -> None:
     given = exact_problem((1, 0, 12, 40), 12, 512, 200, device="cuda")
+    given = biased(given) if bias else given
     arguments = given.codes, given.scales, given.offsets, given.weight
     out, twin = (grouped_fp8(*arguments, dtype=torch.float32, implementation=each) for each in ("triton", "torch"))
     assert torch.equal(out[: given.rows], twin[: given.rows])

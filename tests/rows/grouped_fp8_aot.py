@@ -28,10 +28,10 @@ WEIGHT, SMALL = torch.Size([32, 4096, 7168]), torch.Size([64, 1536, 2048])
 """Of DeepSeek-V3's gate and up, and of Qwen3-30B-A3B's."""
 
 
-def compiled(target, tiles, weight, mxfp4):
+def compiled(target, tiles, weight, mxfp4, biased):
     """The compiled kernel for weights of a shape."""
     fp8 = target.startswith("sm")
-    constants = constants_of(tiles, weight, operands="fp8" if fp8 else "fp16", native=fp8)
+    constants = constants_of(tiles, weight, operands="fp8" if fp8 else "fp16", native=fp8, biased=biased)
     kind = "fp8e4nv" if fp8 else "u8"
 
     def source(rows):
@@ -69,6 +69,9 @@ if __name__ == "__main__":
         forms["few, pointers"] = dataclasses.replace(settings.few, descriptors=False)
     if target == "sm_90" and not mxfp4:
         forms["small, few"] = HOPPER_SMALL[0].few
+    if mxfp4:
+        forms |= {f"{name}, bias": tiles for name, tiles in forms.items()}
     for name, tiles in forms.items():
         weight = SMALL if name.startswith("small") else WEIGHT
-        print(json.dumps(describe(name, compiled(target, tiles, weight, mxfp4))), flush=True)
+        made = compiled(target, tiles, weight, mxfp4, biased="bias" in name)
+        print(json.dumps(describe(name, made)), flush=True)

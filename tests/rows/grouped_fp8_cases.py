@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,13 +23,15 @@ TENSOR_CORES_AT_WORST = 2.0**-6
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows and weights, quantised, with offsets. ``exact``: the weights' numbers [G, N, K], fp64."""
+    """Rows and weights, quantised, with offsets. ``exact``: the weights' numbers [G, N, K], fp64; ``bias``: theirs,
+    [G, N]."""
 
     codes: Tensor
     scales: Tensor
     offsets: Tensor
     weight: Weight
     exact: Tensor
+    bias: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -66,6 +68,14 @@ def exact_problem(sizes: tuple[int, ...], room: int, inner: int, columns: int, d
     scales = 2.0 ** torch.randint(-2, 3, given.scales.shape, generator=generator)
     weight = Mxfp4Weight(given.weight.codes.to(device), given.weight.scales.to(device))
     return Problem(codes.to(device), scales.to(device), given.offsets.to(device), weight, given.exact.to(device))
+
+
+def biased(given: Problem) -> Problem:
+    """The same, in mxfp4, with biases that are small integers."""
+    bias = torch.randint(-8, 9, given.exact.shape[:2], generator=torch.Generator().manual_seed(2))
+    assert isinstance(given.weight, Mxfp4Weight)
+    weight = given.weight.with_bias(bias.to(given.codes.device))
+    return replace(given, weight=weight, bias=bias.to(given.codes.device, torch.float64))
 
 
 def fp8_weights(
@@ -107,7 +117,7 @@ def error_over_bound(out: Tensor, given: Problem, sums: float) -> float:
             continue
         rows = numbers(given.codes[start:end], given.scales[:, start:end].t())
         weight = given.exact[group]
-        exact = rows @ weight.t()
+        exact = rows @ weight.t() + (0 if given.bias is None else given.bias[group])
         bound = HALF_STEP[out.dtype] * exact.abs() + sums * (rows.abs() @ weight.abs().t()) + TINY[out.dtype]
         error = (out[start:end].double() - exact).abs() / bound
         assert not error.isnan().any(), "rows that do not exist reached rows that do"

@@ -61,7 +61,7 @@ def row_forms() -> Iterator[RowForm]:
         ("dequantize", DEQUANTIZE, (of_input_scale, of_layout), {}, run_dequantize),
         ("scale rows", SCALE_ROWS, (of_work, of_slot, of_one_row), {}, run_scale_rows),
         ("grouped fp8", GROUPED, (of_room,), GROUPED_MEETS, run_grouped),
-        ("grouped mxfp4", GROUPED, (of_room,), GROUPED_MEETS, run_grouped_mxfp4),
+        ("grouped mxfp4", GROUPED | {"bias": BOOLEAN}, (of_room,), GROUPED_MEETS, run_grouped_mxfp4),
         ("choose", CHOOSE, (of_groups,), {}, run_choose),
         ("choose's gradient", CHOOSE_GRADIENT, (), {}, run_choose_gradient),
         ("logits", WIDE_PRODUCT, (), {}, run_wide_product),
@@ -237,10 +237,10 @@ def run_grouped(row: Row) -> None:
 
 
 def run_grouped_mxfp4(row: Row) -> None:
-    """The same with weights in mxfp4."""
+    """The same with weights in mxfp4, with biases or without."""
     rows = row["rows"]
     codes, weight = empty(rows, 384, dtype=torch.float8_e4m3fn), empty(GROUPS, 6, 320, 32, dtype=torch.uint8)
-    scales, by = empty(3, rows, dtype=torch.float32), empty(GROUPS, 3, 320)
+    scales, by = empty(3, rows, dtype=torch.float32), empty(GROUPS, 3 + row["bias"], 320)
     with on(row["gpu"]):
         grouped_mxfp4.launch(codes, scales, empty(GROUPS + 1), weight, by, empty(rows, 320, dtype=row["dtype"]))
 

@@ -12,13 +12,15 @@ import torch
 
 import moelink
 from moelink.activation import Clamp
+from moelink.formats import get_format
 from moelink.nn import MoE, Mxfp4Weight, QuantizedExperts, dequantize_weight, grouped_fp8, quantize_mxfp4
+from moelink.nn.placement import Placement
 from moelink.reference.rounding import E2M1_VALUES, nearest_code
 from moelink.rows.grouped_fp8 import Settings
 from moelink.rows.grouped_mxfp4 import INTERPRETED, launch
 from moelink_bench import mxfp4 as bench
 from tests.kernels.test_kernels_aot import output_of
-from tests.rows.grouped_fp8_cases import FP32_SUMS, POISON, error_over_bound, exact_problem, problem
+from tests.rows.grouped_fp8_cases import FP32_SUMS, POISON, biased, error_over_bound, exact_problem, problem
 
 SIZES = {"num_experts": 4, "topk": 2, "hidden_size": 256, "max_tokens_per_rank": 8, "dispatch_format": "fp8_block128"}
 BF16 = torch.bfloat16
@@ -103,10 +105,12 @@ OTHER_TILES = Settings(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("settings", [None, OTHER_TILES], ids=["default", "other tiles"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernel_keeps_the_bound(shape: Any, settings: Settings | None) -> None:
-    given = problem(*shape, kind="mxfp4")
+def test_the_kernel_keeps_the_bound(shape: Any, settings: Settings | None, bias: bool) -> None:
+    given = problem(*shape, kind="mxfp4", spread=1 if bias else 6)
+    given = biased(given) if bias else given
     out = torch.full((given.codes.shape[0], given.exact.shape[1]), POISON, dtype=BF16)
     weight = given.weight.codes, given.weight.scales
     launch(given.codes, given.scales, given.offsets, *weight, out, settings)
@@ -114,9 +118,11 @@ def test_the_kernel_keeps_the_bound(shape: Any, settings: Settings | None) -> No
     assert (out[given.rows :] == POISON).all(), "rows that do not exist are not written"
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
-def test_exact_sums_have_the_same_bits_by_kernel_and_twin(dtype: torch.dtype) -> None:
+def test_exact_sums_have_the_same_bits_by_kernel_and_twin(dtype: torch.dtype, bias: bool) -> None:
     given = exact_problem((1, 0, 12, 5), 4, 256, 136)
+    given = biased(given) if bias else given
     arguments = given.codes, given.scales, given.offsets, given.weight
     out, twin = (
         grouped_fp8(*arguments, dtype=dtype, implementation=each)[: given.rows] for each in ("triton", "torch")
@@ -134,12 +140,16 @@ def test_the_worked_example() -> None:
     launch(codes, torch.full((1, 4), 2.0), offsets, weight, scales, out)
     assert (out[:2] == 128).all()
     assert (out[2:] == POISON).all()
+    by = Mxfp4Weight(weight, scales).with_bias(torch.full((1, 64), 3))
+    launch(codes, torch.full((1, 4), 2.0), offsets, by.codes, by.scales, out)
+    assert (out[:2] == 131).all()
 
 
 @pytest.mark.quick("each case checks something else, in milliseconds")
 @pytest.mark.parametrize(("name", "codes", "scales"), [
     ("weight", (3, 4, 32), (3, 1, 8)), ("weight", (3, 1, 8, 32), (3, 1, 8)), ("weight.codes", (3, 4, 8, 16), (3, 1, 8)),
-    ("weight.scales", (3, 2, 8, 32), (3, 8, 1)),
+    ("weight.scales", (3, 2, 8, 32), (3, 8, 1)), ("weight.scales", (3, 2, 8, 32), (8,)),
+    ("weight.scales", (3, 2, 8, 32), (3, 3, 8)),
 ], ids=str)  # fmt: skip
 def test_what_does_not_fit_is_named(name: str, codes: tuple[int, ...], scales: tuple[int, ...]) -> None:
     given = problem((4, 0, 12), 4, 128, 8, kind="mxfp4")
@@ -148,8 +158,17 @@ def test_what_does_not_fit_is_named(name: str, codes: tuple[int, ...], scales: t
         grouped_fp8(given.codes, given.scales, given.offsets, weight)
 
 
+def test_a_bias_is_kept_beside_the_scales() -> None:
+    plain, bias = problem((4, 0), 0, 256, 8, kind="mxfp4").weight, torch.randn(2, 8).to(BF16)
+    weight = plain.with_bias(bias)
+    assert plain.bias is None
+    assert torch.equal(weight.bias, bias.float())
+    assert torch.equal(dequantize_weight(weight), dequantize_weight(plain))
+    assert [torch.equal(*pair) for pair in zip(weight.to_blocks(), plain.to_blocks(), strict=True)] == [True, True]
+
+
 def test_the_operator_keeps_torchs_rules() -> None:
-    given = problem((4, 0, 12), 0, 128, 8, kind="mxfp4")
+    given = biased(problem((4, 0, 12), 0, 128, 8, kind="mxfp4"))
     arguments = (given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, BF16, False)
     checks = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     torch.library.opcheck(torch.ops.moelink.grouped_fp8.default, arguments, test_utils=checks)
@@ -182,13 +201,32 @@ def test_a_layer_computes_with_the_numbers_of_its_codes() -> None:
         assert torch.equal(compiled(x), layer(x))
 
 
+def test_experts_with_biases_add_them_to_both_products() -> None:
+    torch.manual_seed(4)
+    quantized, offsets = get_format("fp8_block128").quantize(torch.randn(12, 128)), torch.tensor([0, 5, 9]).int()
+    codes, scales = quantized.payload, quantized.scales.t().contiguous()
+    up, down = (quantize_mxfp4(torch.randn(2, n, 128) / 8) for n in (256, 128))
+    biases = torch.randn(2, 256), torch.randn(2, 128)
+    given = {"backend": "mxfp4", "activation": Clamp(), "experts": (0, 0), "placement": Placement.identity(2)}
+    experts = QuantizedExperts(up.with_bias(biases[0]), down.with_bias(biases[1]), **given, dtype=torch.float32)
+    out = experts(codes, scales, offsets)
+    numbers = codes.float() * scales.t().repeat_interleave(128, 1)
+    for group, (start, end) in enumerate(((0, 5), (5, 9))):
+        gate, linear = (numbers[start:end] @ up.dequantize()[group].T + biases[0][group]).chunk(2, dim=1)
+        gate, linear = gate.clamp(max=7.0), linear.clamp(-7.0, 7.0)
+        inner = gate * torch.sigmoid(1.702 * gate) * (linear + 1)
+        want = inner @ down.dequantize()[group].T + biases[1][group]
+        # The rows between the products are quantised once more.
+        assert (out[start:end] - want).norm() < 0.05 * want.norm()
+
+
 # --- ahead of time, and the benchmark ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
 def test_the_kernel_compiles_for_gpus_that_are_not_there(target: str) -> None:
     found = [json.loads(line) for line in output_of("rows.grouped_fp8_aot", target, "mxfp4")]
-    assert [each["form"] for each in found] == ["few", "many"]
+    assert [each["form"] for each in found] == ["few", "many", "few, bias", "many, bias"]
     for each in found:
         assert each["local"] <= 32, f"{each} spills"
         if target == "sm_90":

@@ -40,7 +40,8 @@ class Mxfp4Weight:
 
     Attributes:
         codes: [..., K / 64, N, 32] uint8, two elements a byte (:mod:`moelink.rows.grouped_mxfp4`).
-        scales: [..., K / 128, N] int32, four e8m0 codes each. Code 0 counts as a scale of zero, 255 as inf.
+        scales: [..., K / 128, N] int32, four e8m0 codes each. Code 0 counts as a scale of zero, 255 as inf. With a bias
+            (:meth:`with_bias`) there is one more row, of its bits.
     """
 
     codes: Tensor
@@ -71,15 +72,28 @@ class Mxfp4Weight:
         words = (scales.clone() if scales.storage_offset() % 4 else scales).view(torch.int32)
         return cls(codes, words.transpose(-1, -2).contiguous())
 
+    def with_bias(self, bias: Tensor) -> Mxfp4Weight:
+        """Return weights whose products have ``bias`` [..., N], which is kept in fp32, added to each row."""
+        row = bias.to(torch.float32).contiguous().view(torch.int32)
+        return Mxfp4Weight(self.codes, torch.cat((self.scales, row.unsqueeze(-2)), dim=-2))
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[..., N] fp32, or None."""
+        blocks = self.codes.shape[-3] // 2
+        is_there = self.scales.shape[-2:-1] == (blocks + 1,)
+        return self.scales[..., blocks, :].view(torch.float32) if is_there else None
+
     def to_blocks(self) -> tuple[Tensor, Tensor]:
-        """Return the blocks and scales of a checkpoint, the inverse of :meth:`from_blocks`."""
+        """Return the blocks and scales of a checkpoint, the inverse of :meth:`from_blocks`, without the bias."""
         b = self.codes.transpose(-2, -3)
         first = b & 7 | b >> 2 & 8
         second = b >> 2 & 6 | b >> 6 & 1 | b >> 4 & 8
         codes = torch.stack((first, second), dim=-2)
         blocks = pack_e2m1(codes).reshape(*codes.shape[:-3], -1, GROUP // 2)
         # Not contiguous(), which leaves the strides of a dimension of 1 as they are.
-        return blocks, self.scales.transpose(-1, -2).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        words = self.scales[..., : self.codes.shape[-3] // 2, :]
+        return blocks, words.transpose(-1, -2).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
     @property
     def shape(self) -> torch.Size:
@@ -89,7 +103,8 @@ class Mxfp4Weight:
 
     def expected(self, groups: int, columns: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of codes and scales of weights [G, N, K]."""
-        return (groups, inner // (2 * GROUP), columns, GROUP), (groups, inner // BLOCK, columns)
+        words = inner // BLOCK + (self.bias is not None)
+        return (groups, inner // (2 * GROUP), columns, GROUP), (groups, words, columns)
 
     dtypes: ClassVar[tuple[torch.dtype, torch.dtype]] = (torch.uint8, torch.int32)
 
@@ -114,7 +129,7 @@ class Mxfp4Weight:
         for row, column, factor, by_row in zip(rows, columns, factors, scales, strict=True):
             d = torch.bmm(row, column) * factor[:, None]
             out += (d[0] + d[1] + d[2] + d[3]) * by_row[:, None]
-        return out
+        return out if self.bias is None else out + self.bias[group]
 
     def launch(self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor) -> None:
         """Fill ``out`` by the kernel."""

@@ -70,6 +70,7 @@ class GroupedConstants(Constants):
         BAND: tiles of rows that the tiles in progress span before they go on to the next columns.
         SWAPPED: multiply weight by transposed rows. DESCRIPTORS: load tiles through tensor descriptors.
         OPERANDS: the type of the factors: "fp8" if the device can, else "fp16" (exact), or "fp32" interpreted.
+        HAS_BIAS: add biases, of weights in mxfp4 (:mod:`moelink.rows.grouped_mxfp4`).
         NATIVE_CASTS: the device's narrow conversions. DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
     """
 
@@ -85,6 +86,7 @@ class GroupedConstants(Constants):
     DESCRIPTORS: bool
     OPERANDS: str
     NATIVE_CASTS: bool
+    HAS_BIAS: bool = False
     DEPENDENT_LAUNCH: bool = False
 
 
@@ -329,13 +331,15 @@ def default_settings(device: torch.device, weight: torch.Size, room: int) -> Set
     return {9: HOPPER, 10: BLACKWELL}.get(major, SMALL_CACHE)
 
 
-def constants_of(tiles: Tiles, weight: torch.Size, *, operands: str, native: bool) -> GroupedConstants:
+def constants_of(
+    tiles: Tiles, weight: torch.Size, *, operands: str, native: bool, biased: bool = False
+) -> GroupedConstants:
     """Launch constants of the kernel for weights of shape [G, N, K]."""
     groups, columns, inner = weight
     return GroupedConstants(
         K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups), BLOCK_ROWS=tiles.rows,
         BLOCK_COLUMNS=tiles.columns, PARTS=tiles.parts, BAND=tiles.band, SWAPPED=tiles.swapped,
-        DESCRIPTORS=tiles.descriptors, OPERANDS=operands, NATIVE_CASTS=native,
+        DESCRIPTORS=tiles.descriptors, OPERANDS=operands, NATIVE_CASTS=native, HAS_BIAS=biased,
     )  # fmt: skip
 
 
@@ -362,7 +366,7 @@ class OneLaunch:
 
 @lru_cache(maxsize=256)
 def launches_of(
-    settings: Settings | None, weight: torch.Size, device: torch.device, room: int
+    settings: Settings | None, weight: torch.Size, device: torch.device, room: int, biased: bool = False
 ) -> tuple[OneLaunch, ...]:  # fmt: skip
     """Return the launches for groups of few rows and of many, or the one for all groups."""
     settings, native = settings or default_settings(device, weight, room), has_native_casts(device)
@@ -371,7 +375,7 @@ def launches_of(
     each = [(few, 1, 0)] if many is None else [(few, 1, most), (many, most + 1, 0)]
     return tuple(
         OneLaunch(
-            constants_of(tiles, weight, operands=operands, native=native), tiles, least, most,
+            constants_of(tiles, weight, operands=operands, native=native, biased=biased), tiles, least, most,
             ceil_div(weight[1], tiles.columns * tiles.parts), torch.float8_e4m3fn if native else torch.uint8,
             (tiles.rows, BLOCK) if tiles.descriptors else None, (tiles.columns, BLOCK) if tiles.descriptors else None,
         )
@@ -387,14 +391,16 @@ def launch(
     launch_tiles(grouped_fp8_kernel, (codes, scales, row_offsets, weight, weight_scales, out), weight.shape, settings)
 
 
-def launch_tiles(kernel: Any, tensors: Sequence[torch.Tensor], shape: torch.Size, settings: Settings | None) -> None:
+def launch_tiles(
+    kernel: Any, tensors: Sequence[torch.Tensor], shape: torch.Size, settings: Settings | None, biased: bool = False
+) -> None:
     """Launch ``kernel`` for groups of few rows and of many, with ``tensors`` as :func:`launch` takes them; the weights
     are [G, N, K], which is ``shape``, or have it in another form."""
     codes, scales, row_offsets, weight, weight_scales, out = tensors
     rows = out.shape[0]
     if not rows or not shape[1]:
         return
-    launches = launches_of(settings, shape, out.device, room_of(rows, shape[0]))
+    launches = launches_of(settings, shape, out.device, room_of(rows, shape[0]), biased)
     few = launches[0]
     if few.operands != codes.dtype:
         codes = codes.view(few.operands)

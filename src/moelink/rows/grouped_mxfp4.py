@@ -9,6 +9,7 @@ tensor              shape                 contents
 ``weight``          [G, K / 64, N, 32]    uint8: byte i of (c, n) has the e2m1 codes of elements 64 * c + i and
                                           64 * c + 32 + i of row n
 ``weight_scales``   [G, K / 128, N]       int32: byte j of (kb, n) has the e8m0 code of elements 128 * kb + 32 * j on
+with HAS_BIAS       [G, K / 128 + 1, N]   the same, and (K / 128, n) has the bits of ``bias[n]``, fp32
 ==================  ====================  ============================================================================
 
 So the bytes of a tile, and its scales, lie side by side in memory. A byte has the bits ``S m s E E e e m``: the first
@@ -22,7 +23,7 @@ That is five instructions for eight weights, and every value of e2m1, subnormals
 sum of the 32 products of block j of kb, and code[j] its e8m0 code::
 
     t[kb]     = d[0] * 2**(code[0] - 127) + d[1] * 2**(code[1] - 127) + ...      in this order, fp32
-    out[r, n] = sum over kb of t[kb] * scales[kb, r]
+    out[r, n] = sum over kb of t[kb] * scales[kb, r]  +  bias[n]
 
 A d comes from the tensor cores; all else is fp32 outside of them. Products by powers of two are exact. Code 0, which
 is 2**-127, counts as zero, and code 255, NaN, as inf, so that the sums it enters are not finite.
@@ -31,7 +32,8 @@ Weights are the left operand, from registers: they come as bytes, and only there
 one, if there are few or many.
 
 Example: G = 1, N = 64, K = 128, 2 rows, their codes 1 and scales 2. All bytes are 0b00000010, so first elements are 1
-and second ones 0; the e8m0 codes are 127, 128, 127 and 127. Then t = 32 * 1 + 0 + 32 * 1 + 0 and ``out`` is 128.
+and second ones 0; the e8m0 codes are 127, 128, 127 and 127. Then t = 32 * 1 + 0 + 32 * 1 + 0 and ``out`` is 128, or
+131 with biases of 3.
 """
 
 from __future__ import annotations
@@ -89,6 +91,8 @@ def _tile(codes, scales, weight, weight_scales, out, rows, group, place, bounds,
     own = group.to(tl.int64) * (KB * S.N)
     weight_at = weight + own * (2 * _PACKED) + column[:, None] * _PACKED + inside
     scales_at = weight_scales + own + column
+    if S.HAS_BIAS:
+        scales_at += group * S.N
     codes_at = codes + present.to(tl.int64)[:, None] * S.K + inside
     sums = tl.zeros([S.BLOCK_COLUMNS, S.BLOCK_ROWS], tl.float32)
     # Scales are loaded a block ahead: a load that nothing prefetches would be waited for behind each product.
@@ -111,6 +115,8 @@ def _tile(codes, scales, weight, weight_scales, out, rows, group, place, bounds,
                 t += d * as_float((word_of_block << 7) & 0x7F800000)
                 t += e * as_float((word_of_block >> 1) & 0x7F800000)
         sums += t * (by_row * 64.0)[None, :]
+    if S.HAS_BIAS:
+        sums += as_float(tl.load(scales_at + KB * S.N))[:, None]
     store_part(out, sums, row, bounds[1], first_column, S)
 
 
@@ -153,5 +159,5 @@ def launch(
     shape = torch.Size((groups, columns, 64 * blocks))
     launch_tiles(
         grouped_mxfp4_kernel, (codes, scales, row_offsets, weight, weight_scales, out), shape,
-        settings or default_settings(out.device),
+        settings or default_settings(out.device), biased=weight_scales.shape[1] > blocks // 2,
     )  # fmt: skip
