@@ -380,11 +380,11 @@ def test_a_compiled_layer_has_no_graph_break() -> None:
 
 def choose(wanted: str, *, device: str = "cpu", activation: Any = functional.silu, **change: Any) -> backends.Choice:
     inner = change.pop("intermediate_size", 128)
-    dtype, stored_in_fp8 = change.pop("dtype", BF16), change.pop("stored_in_fp8", False)
+    dtype, stored = change.pop("dtype", BF16), change.pop("stored", None)
     config = moelink.EPConfig(**{**SIZES, **change})
     return backends.choose_backend(
         wanted, config, intermediate_size=inner, activation=activation, device=torch.device(device), dtype=dtype,
-        stored_in_fp8=stored_in_fp8,
+        stored=stored,
     )  # fmt: skip
 
 
@@ -407,10 +407,14 @@ def test_where_no_backend_fits_auto_dequantises_and_names_are_refused(change: di
     assert choose("dequantize", **change) == backends.Choice("dequantize")
 
 
-def test_weights_in_fp8_do_not_become_mxfp4() -> None:
+def test_weights_that_are_quantised_stay_as_they_are() -> None:
     assert choose("mxfp4") == backends.Choice("mxfp4")
     with pytest.raises(moelink.UnsupportedError, match="'mxfp4': expected weights that are not stored in fp8"):
-        choose("mxfp4", stored_in_fp8=True)
+        choose("mxfp4", stored="fp8")
+    assert choose("auto", stored="mxfp4") == choose("mxfp4", stored="mxfp4") == backends.Choice("mxfp4")
+    assert "multiple of 128" in choose("auto", stored="mxfp4", intermediate_size=100).reason
+    with pytest.raises(moelink.UnsupportedError, match="'torch': expected weights that are not stored in mxfp4"):
+        choose("torch", stored="mxfp4")
 
 
 def test_a_library_that_is_missing_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +438,7 @@ def test_auto_takes_what_was_measured_to_be_fastest(
     """Whatever is installed: no library was faster than the kernel wherever it runs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    choice = choose("auto", device=device, stored_in_fp8=stored_in_fp8)
+    choice = choose("auto", device=device, stored="fp8" if stored_in_fp8 else None)
     assert choice.backend == wanted
     assert bool(choice.reason) == (wanted == "dequantize")
 

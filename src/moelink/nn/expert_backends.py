@@ -19,8 +19,8 @@ nvfp4 need instructions of compute capability 10.0, and no backend uses them yet
 
 "auto" is never slower than "dequantize", which is the default. On compute capability 9.0 it takes ``triton``: both
 products and the activation take 0.35-0.79 of the time of bf16 for 4 to 4096 rows a group (``experts_h200.json``). Other
-devices were not measured, so it takes "dequantize" there, unless weights are stored in fp8 alone. It never takes
-``mxfp4``, which changes the numbers of weights: that is for users to choose.
+devices were not measured, so it takes "dequantize" there, unless weights are stored in fp8 alone. It takes ``mxfp4``
+for weights that are stored so, and no others, whose numbers would change: that is for users to choose.
 
 DeepGEMM's contiguous product was a backend. It computes whole tiles of 128 rows, and reads the group of each row from
 an index that every call has to compute. Its times over those of ``triton`` on one H200
@@ -55,6 +55,7 @@ from moelink.rows import eager
 from moelink.rows.activation import Clamp
 from moelink.rows.gated import known_activation
 
+Stored = Literal["fp8", "mxfp4"]
 ExpertsBackend = Literal["auto", "triton", "torch", "mxfp4", "flashinfer", "dequantize"]
 
 MEASURED = (9,)
@@ -94,12 +95,12 @@ def choose_backend(
     activation: Activation | Clamp,
     device: torch.device,
     dtype: torch.dtype,
-    stored_in_fp8: bool = False,
+    stored: Stored | None = None,
 ) -> Choice:
     """Choose the backend for a layer.
 
     Args:
-        stored_in_fp8: the weights are in fp8 and stay so: "auto" takes a product in fp8 if there is any.
+        stored: how the weights are quantised already, and stay: "auto" takes a product of such weights if there is any.
 
     Raises:
         ConfigError: there is no such backend.
@@ -112,8 +113,8 @@ def choose_backend(
     layer = _what_layer_lacks(config, intermediate_size, activation, dtype)
     if wanted != "auto":
         lacks = layer or what_is_missing(wanted, device)
-        if wanted == "mxfp4" and stored_in_fp8:
-            lacks = Lack("weights that are not stored in fp8", "some that are")
+        if stored is not None and (wanted == "mxfp4") != (stored == "mxfp4"):
+            lacks = Lack(f"weights that are not stored in {stored}", "some that are")
         if lacks:
             raise UnsupportedError(
                 f"experts_backend {wanted!r}: expected {lacks.expected}, got {lacks.got}; change that, or pass "
@@ -122,10 +123,12 @@ def choose_backend(
         return Choice(wanted)
     if layer:
         return Choice("dequantize", f"quantised experts need {layer}")
+    if stored == "mxfp4":
+        return Choice("mxfp4")
     product, is_measured = _product_for(device)
     if not product:
         return Choice("dequantize", f"no product in fp8 is known for {device}")
-    if not (is_measured or stored_in_fp8):
+    if not (is_measured or stored):
         return Choice("dequantize", f"no measurement shows that products in fp8 are faster on {device}")
     return Choice(product)
 

@@ -176,7 +176,8 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
 
     Attributes:
         gate_up_proj, gate_up_scales, down_proj, down_scales: codes and scales, buffers of the state_dict, whose dtypes
-            stay when the module is cast. Each has the groups as its first dimension.
+            stay when the module is cast. Each has the groups as its first dimension. Scales in mxfp4 have a bias
+            behind them if the weights have one.
         first, num_experts, num_shared, placement: as in :class:`moelink.nn.Experts`.
     """
 

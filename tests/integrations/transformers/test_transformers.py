@@ -251,7 +251,7 @@ def test_of_experts_together_a_rank_reads_a_slice(mixtral: Path, tmp_path: Path)
     layers = dict(experts_of(model))
     stacked = {name: form_of(module).stacked for name, module in layers.items()}
     own = dict.fromkeys(layers, Part(places=(6, 3, 4, 3), num_experts=NUM_EXPERTS))
-    with only_own(layers, stacked, own, fp8=False) as parts, Checkpoint(tmp_path) as checkpoint:
+    with only_own(layers, stacked, own, stored=None) as parts, Checkpoint(tmp_path) as checkpoint:
         report = fill(model, checkpoint, parts, torch.device("cpu"))
     assert torch.equal(model.model.layers[0].mlp.experts.down_proj, whole[[6, 3, 4, 3]])
     replicated = sum(p.nbytes for name, p in model.named_parameters() if ".experts." not in name)

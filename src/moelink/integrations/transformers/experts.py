@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import moelink
 from moelink.control.exchange import Peers
@@ -48,7 +49,8 @@ def run_experts(
     """The experts' weighted sum for each of this rank's tokens, [T, H] of the dtype of ``hidden_states``. Collective.
 
     Args:
-        hidden_states: [T, H]; the same on every rank if ``ep`` is in mode "allreduce".
+        hidden_states: [T, H]; the same on every rank if ``ep`` is in mode "allreduce". Zeros are sent behind each if
+            rows of ``ep`` are wider.
         topk_ids, topk_weights: [T, K], ids over all ranks.
         experts: this rank's, from received rows to rows [R, H].
         peers: the ranks of sums in mode "allreduce"; None for one rank.
@@ -58,9 +60,13 @@ def run_experts(
     if replicated:
         x, weights = shared_by_ranks(x, peers), shared_by_ranks(weights, peers)
     # In mode "alltoall" each rank has a batch of its own, whose size the others do not know.
-    bound = known_max_tokens(ep.config, x.shape[0])
+    bound, hidden = known_max_tokens(ep.config, x.shape[0]), x.shape[1]
+    if hidden < ep.config.hidden_size:
+        x = functional.pad(x, (0, ep.config.hidden_size - hidden))
     recv = ep.dispatch(x.contiguous(), topk_ids.contiguous(), weights.contiguous(), max_tokens=bound)
     out = ep.combine(cast_rows(experts(recv), recv.row_offsets, ep.config.combine_dtype), recv)
+    if hidden < ep.config.hidden_size:
+        out = out[:, :hidden]
     return (total_over_ranks(out, peers) if replicated else out).to(hidden_states.dtype)
 
 
@@ -126,7 +132,7 @@ class ParallelExperts(KnowsRows, BalancedLayer):
 
     Attributes:
         gate_up_proj, down_proj, ...: as the model has them, of this rank's experts; none if they are quantised.
-        quantized: the experts in fp8, or None.
+        quantized: the experts in fp8 or mxfp4, or None.
         form: how the experts compute.
         num_experts: of the layer, each counted once.
         first: id of this rank's first expert among the communicator's.

@@ -1,4 +1,5 @@
-"""Checkpoints in fp8 with a scale for each block of 128 x 128, as DeepSeek-V3 is published: experts stay as stored.
+"""Quantised checkpoints: in fp8 with a scale for each block of 128 x 128, as DeepSeek-V3 is published, or in mxfp4
+(:mod:`moelink.integrations.transformers.mxfp4`). Experts stay as stored.
 
 Codes and scales of experts are multiplied as they are stored. Replicated weights (attention, shared experts) are
 dequantised to the model's dtype by transformers' own operation while they are read.
@@ -18,11 +19,13 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 import moelink
+from moelink.arith import align_up
 from moelink.errors import UnsupportedError
+from moelink.integrations.transformers import mxfp4
 from moelink.integrations.transformers.checkpoint import CheckpointError
 from moelink.integrations.transformers.forms import Form
-from moelink.nn.block_quantized import BLOCK, BlockQuantized, dequantize_weight
-from moelink.nn.expert_backends import choose_backend
+from moelink.nn.block_quantized import BLOCK, BlockQuantized, Weight, dequantize_weight
+from moelink.nn.expert_backends import Stored, choose_backend
 from moelink.nn.placed_experts import QuantizedExperts
 from moelink.nn.placement import Placement
 from moelink.routing import ExpertMap
@@ -35,15 +38,18 @@ def scales_name(parameter: str) -> str:
     return f"{parameter}_scale_inv"
 
 
-def check_quantization(config: Any, where: str) -> bool:
-    """Return whether weights of a model of ``config`` are stored in fp8.
+def check_quantization(config: Any, where: str) -> Stored | None:
+    """Return how weights of a model of ``config`` are quantised; None for plain ones.
 
     Raises:
         UnsupportedError: they are quantised in another way.
     """
     stored = _quantization_of(config)
     if stored is None:
-        return False
+        return None
+    if stored.get("quant_method") == mxfp4.METHOD:
+        mxfp4.check_method(stored, where)
+        return "mxfp4"
     if not hasattr(FineGrainedFP8HfQuantizer, "get_load_operations"):
         raise UnsupportedError(
             f"{where}: expected transformers 5.23 or newer for quantised weights, got {transformers.__version__}; "
@@ -56,32 +62,38 @@ def check_quantization(config: Any, where: str) -> bool:
     wrong = [f"{name}={value!r}" for name, value in got.items() if value not in (expected[name], [])]
     if wrong or not got["weight_block_size"]:
         raise UnsupportedError(
-            f"{where}: expected bf16, fp16 or fp32 weights, or fp8 with fp32 scales of blocks of {BLOCK} x {BLOCK}, "
-            f"got quantised ones (quantization_config: {', '.join(wrong) or 'no blocks'}); load a checkpoint of plain "
-            "weights"
+            f"{where}: expected bf16, fp16 or fp32 weights, experts in mxfp4, or fp8 with fp32 scales of blocks of "
+            f"{BLOCK} x {BLOCK}, got quantised ones (quantization_config: {', '.join(wrong) or 'no blocks'}); load a "
+            "checkpoint of plain weights"
         )
-    return True
+    return "fp8"
 
 
-def choose_for(form: Form, ep: moelink.Communicator, wanted: str) -> str:
-    """Return the backend for experts of ``form`` whose weights are fp8: ``wanted``, or the best for "auto".
+def padded(size: int, stored: Stored | None) -> int:
+    """Return hidden_size or intermediate_size as experts that are ``stored`` so have it here."""
+    return align_up(size, BLOCK) if stored == "mxfp4" else size
+
+
+def choose_for(form: Form, ep: moelink.Communicator, wanted: str, stored: Stored) -> str:
+    """Return the backend for experts of ``form`` that are ``stored`` so: ``wanted``, or the best for "auto".
 
     Raises:
         ConfigError: there is no such backend.
         UnsupportedError: no backend can multiply them.
     """
     reason = "" if form.is_plain else "experts are gated, without biases, transposition or norm"
-    if form.is_plain:
+    reason = mxfp4.what_form_lacks(form) if stored == "mxfp4" else reason
+    if not reason:
         assert form.activation is not None
         choice = choose_backend(
-            wanted, ep.config, intermediate_size=form.intermediate_size, activation=form.activation, device=ep.device,
-            dtype=form.dtype, stored_in_fp8=True,
+            wanted, ep.config, intermediate_size=padded(form.intermediate_size, stored), activation=form.activation,
+            device=ep.device, dtype=form.dtype, stored=stored,
         )  # fmt: skip
         if choice.backend != "dequantize":
             return choice.backend
         reason = choice.reason or "experts_backend='dequantize' has weights of the model's dtype"
     raise UnsupportedError(
-        "checkpoint: expected experts in fp8 that a backend can multiply, got quantised ones where none can "
+        f"checkpoint: expected experts in {stored} that a backend can multiply, got quantised ones where none can "
         f"({reason}); load a checkpoint of plain weights"
     )
 
@@ -107,9 +119,9 @@ class _Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
 
 
 def with_scales(model: PreTrainedModel, mapping: list[Any]) -> tuple[list[Any], Any]:
-    """Return ``mapping`` with the conversions of scales, and transformers' quantizer; or it alone, and None."""
+    """Return ``mapping`` with the conversions of scales in fp8, and transformers' quantizer; or it alone, and None."""
     stored = _quantization_of(model.config)
-    if stored is None:
+    if stored is None or stored.get("quant_method") == mxfp4.METHOD:
         return mapping, None
     quantizer: Any = _Quantizer(FineGrainedFP8Config(**{**stored, "dequantize": True}), pre_quantized=True)
     return list(quantizer.update_weight_conversions(mapping, model)), quantizer
@@ -130,12 +142,16 @@ def quantized_experts(
     module: nn.Module, form: Form, ep: moelink.Communicator, *, backend: str, placement: Placement | None
 ) -> QuantizedExperts:
     """Return the experts of ``module``, whose parameters are codes and scales of this rank's, ready to multiply."""
-    weights = [
-        BlockQuantized(
-            getattr(module, name).detach().contiguous(), getattr(module, scales_name(name)).detach().contiguous()
-        )
-        for name in (form.up, "down_proj")
-    ]
+    weights: list[Weight]
+    if backend == "mxfp4":
+        weights = [mxfp4.take_weight(module, name, halves=halves) for name, halves in ((form.up, 2), ("down_proj", 1))]
+    else:
+        weights = [
+            BlockQuantized(
+                getattr(module, name).detach().contiguous(), getattr(module, scales_name(name)).detach().contiguous()
+            )
+            for name in (form.up, "down_proj")
+        ]
     assert form.activation is not None
     first = ExpertMap(ep.config.num_experts, ep.config.world_size).first(ep.config.rank)
     return QuantizedExperts(

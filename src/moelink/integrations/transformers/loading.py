@@ -36,11 +36,13 @@ from moelink.arith import ceil_div
 from moelink.config import EPConfig
 from moelink.control.exchange import Peers, all_to_all
 from moelink.errors import ArgumentError, UnsupportedError
+from moelink.integrations.transformers import mxfp4
 from moelink.integrations.transformers.checkpoint import Checkpoint, CheckpointError, LoadReport
 from moelink.integrations.transformers.experts import ParallelExperts
 from moelink.integrations.transformers.fp8 import check_quantization, check_scaled, scales_name, with_scales
 from moelink.integrations.versions import require
 from moelink.nn.block_quantized import BLOCK
+from moelink.nn.expert_backends import Stored
 from moelink.nn.placement import Placement
 from moelink.routing import ExpertMap
 
@@ -230,13 +232,14 @@ def empty_model(
 
     Args:
         folder: with ``config.json`` (and ``generation_config.json``, if it is to generate as its makers meant).
-        dtype: of the weights, also by its name ("bfloat16"); None or "auto" for the one in ``config.json``.
+        dtype: of the weights, also by its name ("bfloat16"); None or "auto" for the one in ``config.json``, or, where
+            it has none, for bf16 if the experts are in mxfp4.
         auto_class: one of transformers' auto classes, or a class of models; None for AutoModelForCausalLM.
         attn_implementation: as transformers calls it; None for its choice.
 
     Raises:
         ArgumentError: there is no such folder, or no such dtype.
-        UnsupportedError: the checkpoint is quantised, but not in fp8 with blocks of 128 x 128.
+        UnsupportedError: the checkpoint is quantised, but neither in fp8 with blocks of 128 x 128 nor in mxfp4.
     """
     require("transformers")
     if not (Path(folder) / "config.json").is_file():
@@ -245,11 +248,11 @@ def empty_model(
     builder: Any = auto_class or AutoModelForCausalLM
     is_model = isinstance(builder, type) and issubclass(builder, PreTrainedModel)
     config = (builder.config_class if is_model else AutoConfig).from_pretrained(folder)
-    check_quantization(config, f"checkpoint {folder}")
+    stored = check_quantization(config, f"checkpoint {folder}")
     with init_empty_weights():  # buffers that no file has, of rotary embeddings, keep their values
         model: PreTrainedModel = (builder._from_config if is_model else builder.from_config)(
             config,
-            dtype=chosen or config.dtype,
+            dtype=chosen or config.dtype or (torch.bfloat16 if stored == "mxfp4" else None),
             **({} if attn_implementation is None else {"attn_implementation": attn_implementation}),
         )
     if (Path(folder) / "generation_config.json").is_file():
@@ -272,8 +275,9 @@ def is_empty(model: nn.Module) -> bool:
 
 @contextmanager
 def only_own(
-    layers: Mapping[str, nn.Module], stacked: Mapping[str, Sequence[str]], own_parts: Mapping[str, Part], *, fp8: bool
-) -> Iterator[dict[str, Part]]:
+    layers: Mapping[str, nn.Module], stacked: Mapping[str, Sequence[str]], own_parts: Mapping[str, Part], *,
+    stored: Stored | None,
+) -> Iterator[dict[str, Part]]:  # fmt: skip
     """Replace each layer's experts by empty parameters for this rank's experts, which loading fills.
 
     Gives the part by name of each such parameter; ``own_parts`` has it by name of the layer. Parameters are arranged by
@@ -284,17 +288,13 @@ def only_own(
     for name, layer in layers.items():
         part = own_parts[name]
         for own in stacked[name]:
-            whole = layer._parameters[own]
+            whole = layer._parameters.pop(own)
             assert whole is not None
-            shape, dtype = (len(part.experts), *whole.shape[1:]), torch.float8_e4m3fn if fp8 else whole.dtype
-            empty = torch.empty(shape, dtype=dtype, device="meta")
-            layer._parameters[own] = nn.Parameter(empty, requires_grad=whole.requires_grad and not fp8)
-            parts[f"{name}.{own}"] = part
-            if fp8:
-                blocks = (len(part.experts), *(ceil_div(size, BLOCK) for size in whole.shape[1:]))
-                scales = torch.empty(blocks, dtype=torch.float32, device="meta")
-                layer.register_parameter(scales_name(own), nn.Parameter(scales, requires_grad=False))
-                parts[f"{name}.{scales_name(own)}"] = part
+            for each, (shape, dtype) in _as_stored(own, whole, stored).items():
+                empty = torch.empty((len(part.experts), *shape), dtype=dtype, device="meta")
+                learns = whole.requires_grad and stored is None
+                layer.register_parameter(each, nn.Parameter(empty, requires_grad=learns))
+                parts[f"{name}.{each}"] = part
     try:
         yield parts
     except BaseException:
@@ -308,6 +308,17 @@ def only_own(
         assert read is not None
         if part.places != part.experts:
             layers[owner]._parameters[own] = nn.Parameter(part.arranged(read.detach()), read.requires_grad)
+
+
+def _as_stored(own: str, whole: Tensor, stored: Stored | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes without experts, and dtypes, by name of the tensors that stand for the parameter ``own``."""
+    shape = tuple(whole.shape[1:])
+    if stored == "mxfp4" and len(shape) == 2:  # not of biases
+        return {name: (each, torch.uint8) for name, each in mxfp4.stored_parts(own, shape).items()}
+    if stored == "fp8":
+        blocks = tuple(ceil_div(size, BLOCK) for size in shape)
+        return {own: (shape, torch.float8_e4m3fn), scales_name(own): (blocks, torch.float32)}
+    return {own: (shape, whole.dtype)}
 
 
 class _Stored:

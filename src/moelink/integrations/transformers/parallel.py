@@ -18,14 +18,14 @@ from moelink.integrations.transformers import adapters as lora
 from moelink.integrations.transformers.checkpoint import Checkpoint, LoadReport
 from moelink.integrations.transformers.experts import ParallelExperts, refuse_form
 from moelink.integrations.transformers.forms import Form, Settings, Shape, experts_of, form_of, topk_of
-from moelink.integrations.transformers.fp8 import FORMAT, check_quantization, choose_for, quantized_experts
+from moelink.integrations.transformers.fp8 import FORMAT, check_quantization, choose_for, padded, quantized_experts
 from moelink.integrations.transformers.loading import Part, empty_model, fill, gathered_state_dict, is_empty, only_own
 from moelink.integrations.transformers.padding import Padding
 from moelink.integrations.transformers.ranks import CheckedGenerate, agreed, gradient_norm, has_jitter, sum_gradients
 from moelink.integrations.versions import require
 from moelink.lifetime import peers_of
 from moelink.names import Mode, TransportName
-from moelink.nn.expert_backends import ExpertsBackend
+from moelink.nn.expert_backends import ExpertsBackend, Stored
 from moelink.nn.owned import mark_experts, owned_tensors
 from moelink.nn.placement import Placement
 
@@ -73,8 +73,8 @@ class ParallelModel:
         (``model.save_pretrained`` refuses: it would write one rank's experts as if they were all.)
 
         Raises:
-            UnsupportedError: the experts are in fp8, or the model has adapters that :meth:`with_adapters` has attached
-                to another ParallelModel.
+            UnsupportedError: the experts are quantised, or the model has adapters that :meth:`with_adapters` has
+                attached to another ParallelModel.
         """
         if not isinstance(self.model, PreTrainedModel):
             lora.save(self.model, folder, self.peers, self.ep.config.rank)
@@ -83,7 +83,7 @@ class ParallelModel:
         experts = dict(experts_modules(self.model))
         if any(module.quantized is not None for module in experts.values()):
             raise UnsupportedError(
-                "save_pretrained: expected experts of the model's dtype, got experts in fp8, which are as the "
+                "save_pretrained: expected experts of the model's dtype, got quantised ones, which are as the "
                 "checkpoint has them; copy the checkpoint"
             )
         state = gathered_state_dict(self.model, experts, peers=self.peers, rank=self.ep.config.rank)
@@ -108,7 +108,7 @@ class ParallelModel:
         self._refuse_adapters("load_pretrained")
         if any(module.quantized is not None for _, module in experts_modules(self.model)):
             raise UnsupportedError(
-                "load_pretrained: expected experts of the model's dtype, got experts in fp8; use from_pretrained"
+                "load_pretrained: expected experts of the model's dtype, got quantised ones; use from_pretrained"
             )
         with agreed(self.peers):
             model = empty_model(folder, dtype=self.model.dtype, auto_class=type(self.model))
@@ -118,7 +118,7 @@ class ParallelModel:
             name: Part.of(self.ep.config, None if module.placement is None else module.placement.placement)
             for name, module in experts_modules(self.model)
         }
-        report = _load(model, layers, forms, parts, self.ep.device, checkpoint=folder, peers=self.peers, fp8=False)
+        report = _load(model, layers, forms, parts, self.ep.device, checkpoint=folder, peers=self.peers, stored=None)
         self.model.load_state_dict(model.state_dict())
         return report
 
@@ -204,13 +204,13 @@ def parallelize(
             rank passes the same batch, nothing travels but the sum of the experts' outputs. ``generate`` compares the
             ranks' tokens in every forward, and raises ArgumentError on all ranks if they differ.
         dispatch_format: how rows travel; None for the format that carries the model's dtype exactly, or for
-            ``fp8_block128`` if the checkpoint's experts are in fp8.
+            ``fp8_block128`` if the checkpoint's experts are in fp8 or mxfp4.
         combine_dtype: of experts' outputs on the way home; None for the model's dtype.
         capacity: rows a rank receives at most; None for the worst case. ``ep.check()`` reports lost rows.
         batch_invariant: the bits of experts' outputs depend on the token alone, in mode "alltoall"; as for
             :func:`moelink.init`.
         checkpoint: a folder of safetensors files; a rank reads the replicated weights and its own experts only.
-        experts_backend: the product of experts of a checkpoint in fp8, as in :class:`moelink.nn.MoE`.
+        experts_backend: the product of experts of a checkpoint in fp8 or mxfp4, as in :class:`moelink.nn.MoE`.
         topk: experts of a token, if the model's configuration does not have it.
         placement: the expert that each of the communicator's experts holds, in every layer at first, which a
             :class:`moelink.nn.Balancer` changes by the load. It may hold an expert several times (replicas, for
@@ -235,9 +235,10 @@ def parallelize(
     empty = is_empty(model)
     if empty and checkpoint is None:
         raise ArgumentError("checkpoint", "a folder, as parameters of the model are on the meta device", None)
-    fp8 = checkpoint is not None and check_quantization(model.config, f"checkpoint {checkpoint}")
+    stored = None if checkpoint is None else check_quantization(model.config, f"checkpoint {checkpoint}")
+    shape = replace(shape, hidden_size=padded(shape.hidden_size, stored))
     settings = Settings(
-        max_tokens_per_rank=max_tokens_per_rank, dispatch_format=dispatch_format or (FORMAT if fp8 else None),
+        max_tokens_per_rank=max_tokens_per_rank, dispatch_format=dispatch_format or (FORMAT if stored else None),
         combine_dtype=combine_dtype, capacity=capacity, batch_invariant=batch_invariant, transport=transport,
         num_sms=num_sms, timeout=timeout,
     )  # fmt: skip
@@ -250,18 +251,20 @@ def parallelize(
     try:
         for name, form in forms.items():
             refuse_form(form, layers[name]._parameters, ep)
-        backends = {name: choose_for(form, ep, experts_backend) for name, form in forms.items()} if fp8 else {}
+        backends = (
+            {name: choose_for(form, ep, experts_backend, stored) for name, form in forms.items()} if stored else {}
+        )
         if checkpoint is None:
             _keep(layers, forms, parts, ep.device)
         else:
-            loaded = _load(model, layers, forms, parts, ep.device, checkpoint=checkpoint, peers=peers, fp8=fp8)
+            loaded = _load(model, layers, forms, parts, ep.device, checkpoint=checkpoint, peers=peers, stored=stored)
     except BaseException:
         ep.close()
         raise
     names, padding = _all_names(model, layers), Padding()
     for name, module in layers.items():
         form = forms[name]
-        quantized = quantized_experts(module, form, ep, backend=backends[name], placement=placement) if fp8 else None
+        quantized = quantized_experts(module, form, ep, backend=backends[name], placement=placement) if stored else None
         experts = ParallelExperts(
             ep, module, form, peers=layer_peers, padding=padding, placement=placement, quantized=quantized
         )
@@ -359,11 +362,11 @@ def _load(
     *,
     checkpoint: str | Path,
     peers: Peers | None,
-    fp8: bool,
+    stored: Stored | None,
 ) -> LoadReport:
     """This rank's experts and all that is replicated, from files. Collective."""
     stacked = {name: form.stacked for name, form in forms.items()}
-    with only_own(layers, stacked, parts, fp8=fp8) as named, agreed(peers), Checkpoint(checkpoint) as opened:
+    with only_own(layers, stacked, parts, stored=stored) as named, agreed(peers), Checkpoint(checkpoint) as opened:
         result = fill(model, opened, named, device)
     return result  # noqa: RET504 - mypy takes agreed for one that may suppress errors
 
