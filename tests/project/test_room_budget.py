@@ -30,14 +30,14 @@ BUDGET = {
     "kernels/launch": 2238,
     "kernels/nodes": 1353,
     "kernels/sync": 1311,
-    "rows": 3445,
+    "rows": 3457,
     "transports": 2046,
     "transports/collective": 1829,
     "transports/symmetric": 2269,
     "contract": 2420,
     "ops": 1997,
-    "nn": 4950,
-    "integrations": 4649,
+    "nn": 4969,
+    "integrations": 4745,
     "tracing": 535,
     "tracing/device": 524,
     "tools": 366,
@@ -51,7 +51,7 @@ BUDGET = {
 """Most lines of each room; "." are the files beside the rooms."""
 BUDGET_OF_BENCH = {
     ".": 11382,
-    "layer": 1624,
+    "layer": 1633,
     "frameworks": 1008,
 }
 """Those of the distribution moelink-bench."""
