@@ -538,6 +538,8 @@ def test_results_become_tables() -> None:
     few = render.layer_summary([render.with_cases(document, ["Qwen3-30B-A3B, 4 tokens"])])
     assert "| Qwen3-30B-A3B, 4 | 120.0 | **110.0** | 500.0\\* |" in few
     assert "| Qwen3-30B-A3B, 1 |" not in few
+    alone = render.layer_summary([render.with_cases(document, ["Qwen3-30B-A3B, 4 tokens"], [OURS])])
+    assert "| Qwen3-30B-A3B, 4 | **120.0** |\n" in alone
     remarked = {**document, "remark": "Disturbed."}
     for text in (render.layer_summary([remarked]), render.page([], [("layer_1xgpu.json", remarked)])):
         assert text.count("\n\nDisturbed.") == 1

@@ -39,9 +39,13 @@ COMMAND = "python -m moelink_bench.render"
 SHOWN = (BENCHMARK, LAYER_BENCHMARK, ROLES_BENCHMARK)
 """Benchmarks whose results on GPUs are shown whole."""
 README_ROWS = ("1 token, fp8_block128", "128 tokens, fp8_block128", "4096 tokens, fp8_block128")
-README_LAYER = "layer_deepseek_v3_2xh200.json"
+README_LAYER = "layer_qwen3_2xh200.json"
 """Of the most GPUs for which there is a result."""
-README_LAYERS = ("DeepSeek-V3, 1 token", "DeepSeek-V3, 128 tokens", "DeepSeek-V3, 4096 tokens")
+README_LAYERS = ("Qwen3-30B-A3B, 1 token", "Qwen3-30B-A3B, 128 tokens", "Qwen3-30B-A3B, 4096 tokens")
+README_CONTENDERS = (
+    "moelink fp8_block128", "FlashInfer one-sided fp8", "sort + all-to-all fp8", "DeepGEMM products", "DeepGEMM fused",
+)  # fmt: skip
+"""Those with experts in fp8, so that phones show the table."""
 PAIRS = COLUMNS[:3]
 """Comparisons of pairs. Those of parts have a table of their own, so that phones show both."""
 COMPARISONS_ARE = (
@@ -208,10 +212,15 @@ def layer_summary(documents: list[dict[str, Any]]) -> str:
     return "\n\n".join(part for document in documents for part in _layer_parts(document, spread=False))
 
 
-def with_cases(document: dict[str, Any], labels: Sequence[str]) -> dict[str, Any]:
-    """Return a result of the layer with the cases of these labels alone."""
+def with_cases(document: dict[str, Any], labels: Sequence[str], contenders: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a result of the layer with the cases of these labels alone, and ``contenders`` if any are named."""
     kept = [index for index, case in enumerate(document["cases"]) if case["label"] in labels]
-    rows = [{**row, "case": kept.index(row["case"])} for row in document["rows"] if row["case"] in kept]
+    named = contenders or [row["contender"] for row in document["rows"]]
+    rows = [
+        {**row, "case": kept.index(row["case"])}
+        for row in document["rows"]
+        if row["case"] in kept and row["contender"] in named
+    ]
     return {**document, "cases": [document["cases"][index] for index in kept], "rows": rows}
 
 
@@ -378,7 +387,9 @@ def rendered() -> dict[Path, str]:
     costs = "\n\n".join(wrapped(host.overhead_of(each)) for _, each in host.results(host.OPERATORS_BENCHMARK))
     speed = between(speed, "host", times)
     return {
-        readme: between(start, "layer", layer_summary([with_cases(dict(layers)[README_LAYER], README_LAYERS)])),
+        readme: between(
+            start, "layer", layer_summary([with_cases(dict(layers)[README_LAYER], README_LAYERS, README_CONTENDERS)])
+        ),
         performance: between(
             between(speed, "comparisons", compared or NO_RESULT),
             "layer",
