@@ -110,7 +110,7 @@ def steps_on(gpus: int) -> list[Step]:
     return [
         replace(_tests("results", _COMPILING, "processes", "matrix", "-k", _RESULTS), early=True),
         _pairs("decode", gpus, 80),
-        _pairs("prefill", gpus, 80),
+        _pairs("prefill", gpus, 110),
         _pairs("sms", gpus, 90, "--tokens", "4096", "--num-sms", "24", "--num-sms", "16"),
         *layers,
         _pairs("layouts", gpus, 60),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
@@ -68,12 +68,13 @@ MAKERS: Mapping[str, Callable[[Setting], LayerContender]] = MappingProxyType({
 })  # fmt: skip
 """Every contender, in the order of tables."""
 APART: Mapping[str, Callable[[], str]] = MappingProxyType({
-    FLASHINFER_LAYER: flashinfer_refusal,
+    DEEP_GEMM: deep_gemm_refusal,
     FLASHINFER_FP8: flashinfer_refusal,
     DEEP_GEMM_PRODUCTS: deep_gemm_refusal,
-    DEEP_GEMM: deep_gemm_refusal,
+    FLASHINFER_LAYER: flashinfer_refusal,
 })  # fmt: skip
-"""Contenders that run in processes of their own, each in others, and the function that says why one cannot, or ""."""
+"""Contenders that run in processes of their own, each in others, and the function that says why one cannot, or "". The
+fastest ones come first, for runs that end at a limit of time."""
 
 
 def takes_part(plan: LayerPlan) -> tuple[str, ...]:
@@ -151,9 +152,13 @@ def run_shape(report: RankReport, at: Setting, clock: Clock, say: Callable[[str]
     finally:
         for contender in open_.values():
             contender.close()
+    return replace(report, rows=(*report.rows, *in_order(rows)))
+
+
+def in_order(rows: Iterable[RankRow]) -> list[RankRow]:
+    """Sort rows by case, and by contender as tables have them."""
     order = list(MAKERS)
-    rows.sort(key=lambda row: (row.case, order.index(row.contender)))
-    return replace(report, rows=(*report.rows, *rows))
+    return sorted(rows, key=lambda row: (row.case, order.index(row.contender)))
 
 
 def _truths(contenders: Sequence[LayerContender], given: LayerInput, at: Setting) -> dict[tuple[str, bool], Tensor]:
@@ -261,4 +266,7 @@ def _with_rows_of(
         found, absent = run_apart(layer_main, replace(plan, contenders=(name,)))
     rows = [RankRow(index, name, reason=absent) for index in range(len(plan.cases))]
     theirs = [report.rows for report in found[0]] if found else [rows] * len(reports)
-    return [replace(report, rows=(*report.rows, *mine)) for report, mine in zip(reports, theirs, strict=True)]
+    return [
+        replace(report, rows=tuple(in_order((*report.rows, *mine))))
+        for report, mine in zip(reports, theirs, strict=True)
+    ]
