@@ -30,7 +30,7 @@ BUDGET = {
     "kernels/launch": 2238,
     "kernels/nodes": 1353,
     "kernels/sync": 1311,
-    "rows": 3457,
+    "rows": 3458,
     "transports": 2046,
     "transports/collective": 1829,
     "transports/symmetric": 2269,
@@ -50,8 +50,8 @@ BUDGET = {
 }
 """Most lines of each room; "." are the files beside the rooms."""
 BUDGET_OF_BENCH = {
-    ".": 11382,
-    "layer": 1633,
+    ".": 11393,
+    "layer": 1641,
     "frameworks": 1008,
 }
 """Those of the distribution moelink-bench."""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from moelink.kernels.launch.device import is_interpreted
 from moelink.nn import Router, RouterConfig
@@ -78,5 +79,18 @@ def test_which_calls_are_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not few_tokens.are_few(few.clone().requires_grad_(), weight, bias)
     with torch.no_grad():
         assert few_tokens.are_few(few, learns, bias)
-    compiled = torch.compile(lambda x: x + 1 if few_tokens.are_few(x, weight, bias) else x, backend="eager")
-    assert torch.equal(compiled(few), few), "a tracer must see two operators"
+
+
+def test_a_tracer_sees_two_operators_and_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one program serves few tokens and many."""
+    monkeypatch.setattr(eager, "takes_kernels", lambda tensor: True)
+    weight, counter = torch.zeros(8, 24).bfloat16(), CompileCounter()
+
+    def routed(x: Tensor) -> Tensor:
+        return x + 1 if few_tokens.are_few(x, weight, None) else x * 2
+
+    compiled = torch.compile(routed, backend=counter, dynamic=True)
+    for rows in (FEW_LOGITS - 2, FEW_LOGITS + 2):
+        x = torch.ones(rows, 24).bfloat16()
+        assert torch.equal(compiled(x), x * 2)
+    assert counter.frame_count == 1

@@ -20,12 +20,13 @@ from moelink.tuning import FEW_LOGITS
 def are_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether :func:`route_few` takes tokens ``x`` [T, H], a router's ``weight`` [E, H] and its ``bias`` [E]:
     kernels compute both parts, and nothing else than these must see the call."""
-    if not 0 < x.shape[0] <= FEW_LOGITS or not eager.takes_kernels(x):
+    # First, as a tracer that sees a comparison of sizes makes a program for each of its results.
+    if not eager.takes_kernels(x) or not eager.is_unseen((x, weight, bias)):
         return False
     if not x.dtype == weight.dtype == torch.bfloat16 or (bias is not None and bias.dtype != torch.float32):
         return False
     records = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return not records and eager.is_unseen((x, weight, bias))
+    return not records and 0 < x.shape[0] <= FEW_LOGITS
 
 
 def route_few(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, ...]:
