@@ -50,7 +50,7 @@ BUDGET = {
 }
 """Most lines of each room; "." are the files beside the rooms."""
 BUDGET_OF_BENCH = {
-    ".": 11393,
+    ".": 11396,
     "layer": 1641,
     "frameworks": 1008,
 }

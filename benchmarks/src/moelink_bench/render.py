@@ -6,8 +6,8 @@
 * README.md, between the markers "speed": three sizes of them on the largest number of GPUs; and "claim": one size.
 * docs/performance.md, between the markers "host": host time of calls.
 * docs/pytorch.md, between the markers "overhead": what the operator layer costs.
-* README.md and docs/performance.md, between the markers "layer": the whole layer, by the preset ``layer``; README.md
-  three cases on the fewest GPUs.
+* README.md and docs/performance.md, between the markers "layer": the whole layer, by the preset ``layer``, the newest
+  results first and none that another one took the place of (``_before_`` in its name); README.md three cases of one.
 * docs/results.md, whole: every result of ``moelink bench`` on GPUs, also that of the preset ``roles``.
 
 What must be said of a result, because something disturbed its run, is in ``benchmarks/remarks.json`` by file. It stands
@@ -22,6 +22,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -375,8 +376,10 @@ def rendered() -> dict[Path, str]:
         return document
 
     layers = gpu_results(LAYER_BENCHMARK)
-    by_ranks = [document for _, document in reversed(layers)]
-    picture = f"\n\n{LAYER_PICTURE}" if (root / "docs" / "layer.png").exists() else ""
+    newest = sorted(
+        (document for name, document in layers if "_before_" not in name), key=itemgetter("date"), reverse=True
+    )
+    picture = f"{LAYER_PICTURE}\n\n" if (root / "docs" / "layer.png").exists() else ""
     measured = [document for _, document in results]
     start = between(between(readme.read_text(), "speed", speed_summary(measured)), "claim", claim(measured))
     speed = between(performance.read_text(), "benchmark", cpu_table(result("collective_vs_topk.json")))
@@ -393,7 +396,7 @@ def rendered() -> dict[Path, str]:
         performance: between(
             between(speed, "comparisons", compared or NO_RESULT),
             "layer",
-            (layer_summary(by_ranks) or NO_RESULT) + picture,
+            picture + (layer_summary(newest) or NO_RESULT),
         ),
         guide: between(guide.read_text(), "overhead", costs),
         root / "docs" / "results.md": page(results, layers, gpu_results(ROLES_BENCHMARK)),
