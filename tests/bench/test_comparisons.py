@@ -333,6 +333,10 @@ def test_options_that_mean_nothing_are_refused() -> None:
         (["--preset", "layer-smoke", "--peer", "vdev"], "peer: expected nothing with --preset layer-smoke"),
         (["--preset", "smoke", "--contender", "moelink bf16"], "contender: expected nothing with --preset smoke"),
         (["--preset", "layer-smoke", "--contender", "mine"], "contender: expected one of moelink bf16, "),
+        (
+            ["--preset", "layer-smoke", "--contender", "DeepGEMM fused", "--no-peers"],
+            "contender: expected one of moelink's",
+        ),
         (["--preset", "smoke", "--peer", "vdev", "--no-peers"], "peer: expected nothing with --no-peers"),
     ):
         done = CliRunner().invoke(app.app, ["bench", *arguments])

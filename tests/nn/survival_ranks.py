@@ -21,6 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp32": {"dispatch_format": "fp32", "combine_dtype": torch.float32},
     "fused shared expert": {"fused_shared_expert": True},
     "quantised": {"dispatch_format": "fp8_block128", "experts_backend": "torch"},
+    "mxfp4": {"dispatch_format": "fp8_block128", "experts_backend": "mxfp4"},
 }
 
 

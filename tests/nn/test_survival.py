@@ -22,6 +22,7 @@ from tests.nn.survival_ranks import EXPERTS, INNER, SIZES, tokens, whole
     "kind, transport, victims",
     [
         ("quantised", "collective", (1,)),
+        ("mxfp4", "collective", (1,)),
         ("bf16", "collective", (0, 2)),
         ("fused shared expert", "symmetric", (2,)),
         ("fp32", "symmetric", (0,)),

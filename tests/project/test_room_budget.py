@@ -36,8 +36,8 @@ BUDGET = {
     "transports/symmetric": 2269,
     "contract": 2420,
     "ops": 1997,
-    "nn": 4969,
-    "integrations": 4745,
+    "nn": 4982,
+    "integrations": 4747,
     "tracing": 535,
     "tracing/device": 524,
     "tools": 366,
@@ -51,7 +51,7 @@ BUDGET = {
 """Most lines of each room; "." are the files beside the rooms."""
 BUDGET_OF_BENCH = {
     ".": 11396,
-    "layer": 1641,
+    "layer": 1643,
     "frameworks": 1008,
 }
 """Those of the distribution moelink-bench."""

@@ -74,7 +74,7 @@ def biased(given: Problem) -> Problem:
     """The same, in mxfp4, with biases that are small integers."""
     bias = torch.randint(-8, 9, given.exact.shape[:2], generator=torch.Generator().manual_seed(2))
     assert isinstance(given.weight, Mxfp4Weight)
-    weight = given.weight.with_bias(bias.to(given.codes.device))
+    weight = given.weight.with_bias(bias.to(given.codes.device, torch.float32))
     return replace(given, weight=weight, bias=bias.to(given.codes.device, torch.float64))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.utils.flop_counter import FlopCounterMode
 
 from moelink.kernels.launch.device import is_interpreted
 from moelink.nn import Router, RouterConfig
@@ -21,6 +22,10 @@ CONFIGS = (
         scoring="sigmoid", correction_bias=True, num_groups=4, topk_groups=2, group_score="top2", scaling_factor=2.5
     ),
 )
+
+
+class Own(Tensor):
+    """A tensor of a subclass."""
 
 
 @pytest.fixture
@@ -79,9 +84,13 @@ def test_which_calls_are_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not few_tokens.are_few(few.clone().requires_grad_(), weight, bias)
     with torch.no_grad():
         assert few_tokens.are_few(few, learns, bias)
+    assert not few_tokens.are_few(few, weight.as_subclass(Own), bias), "which must see an operator"
+    assert not few_tokens.are_few(few, weight, bias.as_subclass(Own))
+    with FlopCounterMode(display=False):
+        assert not few_tokens.are_few(few, weight, bias)
 
 
-def test_a_tracer_sees_two_operators_and_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracer_takes_the_other_way_and_sees_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """So one program serves few tokens and many."""
     monkeypatch.setattr(eager, "takes_kernels", lambda tensor: True)
     weight, counter = torch.zeros(8, 24).bfloat16(), CompileCounter()

@@ -140,7 +140,7 @@ def test_the_worked_example() -> None:
     launch(codes, torch.full((1, 4), 2.0), offsets, weight, scales, out)
     assert (out[:2] == 128).all()
     assert (out[2:] == POISON).all()
-    by = Mxfp4Weight(weight, scales).with_bias(torch.full((1, 64), 3))
+    by = Mxfp4Weight(weight, scales).with_bias(torch.full((1, 64), 3.0))
     launch(codes, torch.full((1, 4), 2.0), offsets, by.codes, by.scales, out)
     assert (out[:2] == 131).all()
 
@@ -149,7 +149,7 @@ def test_the_worked_example() -> None:
 @pytest.mark.parametrize(("name", "codes", "scales"), [
     ("weight", (3, 4, 32), (3, 1, 8)), ("weight", (3, 1, 8, 32), (3, 1, 8)), ("weight.codes", (3, 4, 8, 16), (3, 1, 8)),
     ("weight.scales", (3, 2, 8, 32), (3, 8, 1)), ("weight.scales", (3, 2, 8, 32), (8,)),
-    ("weight.scales", (3, 2, 8, 32), (3, 3, 8)),
+    ("weight.scales", (3, 2, 8, 32), (3, 3, 8)), ("weight", (4, 32), (3, 1, 8)),
 ], ids=str)  # fmt: skip
 def test_what_does_not_fit_is_named(name: str, codes: tuple[int, ...], scales: tuple[int, ...]) -> None:
     given = problem((4, 0, 12), 4, 128, 8, kind="mxfp4")
@@ -165,6 +165,12 @@ def test_a_bias_is_kept_beside_the_scales() -> None:
     assert torch.equal(weight.bias, bias.float())
     assert torch.equal(dequantize_weight(weight), dequantize_weight(plain))
     assert [torch.equal(*pair) for pair in zip(weight.to_blocks(), plain.to_blocks(), strict=True)] == [True, True]
+    again = weight.with_bias(2 * bias)
+    assert torch.equal(again.bias, 2 * bias.float())
+    assert again.scales.shape == weight.scales.shape
+    for wrong in (bias[0], bias[:, :7], bias.int()):
+        with pytest.raises(moelink.ArgumentError, match=r"^bias: expected floating point \[2, 8\]"):
+            plain.with_bias(wrong)
 
 
 def test_the_operator_keeps_torchs_rules() -> None:

@@ -376,7 +376,7 @@ def rendered() -> dict[Path, str]:
         return document
 
     layers = gpu_results(LAYER_BENCHMARK)
-    newest = sorted(
+    latest = sorted(
         (document for name, document in layers if "_before_" not in name), key=itemgetter("date"), reverse=True
     )
     picture = f"{LAYER_PICTURE}\n\n" if (root / "docs" / "layer.png").exists() else ""
@@ -396,7 +396,7 @@ def rendered() -> dict[Path, str]:
         performance: between(
             between(speed, "comparisons", compared or NO_RESULT),
             "layer",
-            picture + (layer_summary(newest) or NO_RESULT),
+            picture + (layer_summary(latest) or NO_RESULT),
         ),
         guide: between(guide.read_text(), "overhead", costs),
         root / "docs" / "results.md": page(results, layers, gpu_results(ROLES_BENCHMARK)),

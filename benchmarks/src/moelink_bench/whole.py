@@ -1,10 +1,10 @@
 """Test and measure a machine in one call of a given time, one result a step, so that nothing is lost when time ends.
 
-Results are compared with the oracle first. On GPUs every step that measures runs beside that once, with one sample and
-no file, so that its kernels are compiled: on many cores this takes as long as the slowest of them. Then steps run one
-after the other, each in processes of its own, which are ended at the step's limit. A step that measures writes the
-file of its benchmark. After each step ``whole.json`` is written anew, with the exit status and the last line of every
-step so far, and of those that did not begin.
+Results are compared with the oracle first. On two GPUs and more, every step that measures runs beside that once, with
+one sample and no file, so that its kernels are compiled: on many cores this takes as long as the slowest of them. Then
+steps run one after the other, each in processes of its own, which are ended at the step's limit. A step that measures
+writes the file of its benchmark. After each step ``whole.json`` is written anew, with the exit status and the last line
+of every step so far, and of those that did not begin.
 
 On two GPUs and more: the tests of all transports; the presets decode, prefill, layouts, sms (4096 tokens at 24 and 16
 SMs), skew, and layer for each of its models, with the libraries that load; GPUs played as nodes, in two levels if there

@@ -118,7 +118,7 @@ def choose_backend(
         if lacks:
             raise UnsupportedError(
                 f"experts_backend {wanted!r}: expected {lacks.expected}, got {lacks.got}; change that, or pass "
-                "'auto' or 'dequantize'"
+                f"{'auto'!r}{'' if stored else ' or ' + repr('dequantize')}"
             )
         return Choice(wanted)
     if layer:

@@ -73,16 +73,27 @@ class Mxfp4Weight:
         return cls(codes, words.transpose(-1, -2).contiguous())
 
     def with_bias(self, bias: Tensor) -> Mxfp4Weight:
-        """Return weights whose products have ``bias`` [..., N], which is kept in fp32, added to each row."""
+        """Return weights whose products have ``bias`` [..., N], which is kept in fp32, added to each row. It takes the
+        place of an earlier one.
+
+        Raises:
+            ArgumentError: it has another shape, or is not floating point.
+        """
+        if bias.shape != self.shape[:-1] or not bias.is_floating_point():
+            raise ArgumentError("bias", f"floating point {list(self.shape[:-1])}", f"{bias.dtype} {list(bias.shape)}")
         row = bias.to(torch.float32).contiguous().view(torch.int32)
-        return Mxfp4Weight(self.codes, torch.cat((self.scales, row.unsqueeze(-2)), dim=-2))
+        words = self.scales[..., : self.codes.shape[-3] // 2, :]
+        return Mxfp4Weight(self.codes, torch.cat((words, row.unsqueeze(-2)), dim=-2))
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias, by the shapes, which may be wrong ones."""
+        return self.codes.dim() > 2 and self.scales.shape[-2:-1] == (self.codes.shape[-3] // 2 + 1,)
 
     @property
     def bias(self) -> Tensor | None:
         """[..., N] fp32, or None."""
-        blocks = self.codes.shape[-3] // 2
-        is_there = self.scales.shape[-2:-1] == (blocks + 1,)
-        return self.scales[..., blocks, :].view(torch.float32) if is_there else None
+        return self.scales[..., -1, :].view(torch.float32) if self.has_bias else None
 
     def to_blocks(self) -> tuple[Tensor, Tensor]:
         """Return the blocks and scales of a checkpoint, the inverse of :meth:`from_blocks`, without the bias."""
@@ -103,7 +114,7 @@ class Mxfp4Weight:
 
     def expected(self, groups: int, columns: int, inner: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of codes and scales of weights [G, N, K]."""
-        words = inner // BLOCK + (self.bias is not None)
+        words = inner // BLOCK + self.has_bias
         return (groups, inner // (2 * GROUP), columns, GROUP), (groups, words, columns)
 
     dtypes: ClassVar[tuple[torch.dtype, torch.dtype]] = (torch.uint8, torch.int32)
@@ -129,7 +140,8 @@ class Mxfp4Weight:
         for row, column, factor, by_row in zip(rows, columns, factors, scales, strict=True):
             d = torch.bmm(row, column) * factor[:, None]
             out += (d[0] + d[1] + d[2] + d[3]) * by_row[:, None]
-        return out if self.bias is None else out + self.bias[group]
+        bias = self.bias
+        return out if bias is None else out + bias[group]
 
     def launch(self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor) -> None:
         """Fill ``out`` by the kernel."""

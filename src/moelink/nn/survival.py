@@ -353,7 +353,8 @@ class _Restore(Steps[_Fill]):
 
     @torch.no_grad()
     def _begin(self, placement: Placement, fills: Sequence[_Fill]) -> list[Tensor]:
-        """Return room for this rank's weights, with those that it has itself; NaN for the others until they arrive."""
+        """Return room for this rank's weights, with those that it has itself; NaN, or bytes 255 in tensors of integers,
+        whose products are not finite either, for the others until they arrive."""
         experts = self._layer.experts
         old, config = experts.weights, self._ep.config
         here = [fill for fill in fills if fill.source == fill.target == self._rank]
@@ -365,7 +366,7 @@ class _Restore(Steps[_Fill]):
             return old
         new = old if fits and self._empty else [torch.empty((groups, *t.shape[1:]), **_kind(t)) for t in old]
         for tensor in new:
-            tensor.fill_(math.nan)
+            _ = tensor.fill_(math.nan) if tensor.is_floating_point() else tensor.view(torch.uint8).fill_(255)
         for fill in here:
             for tensor, mine in zip(new, self._sent(fill), strict=True):
                 tensor[fill.group].copy_(mine)

@@ -115,6 +115,18 @@ def test_a_configuration_that_names_no_topk(monkeypatch: pytest.MonkeyPatch) -> 
         assert parallel.ep.config.topk == 2
 
 
+def test_rows_of_another_width() -> None:
+    model = build("mixtral")
+    with parallelize(model, **ONE), torch.no_grad():
+        experts = model.model.layers[1].mlp.experts
+        for more in (-8, 8):
+            rows = torch.zeros(2, experts.hidden_dim + more)
+            with pytest.raises(
+                moelink.ArgumentError, match=rf"hidden_states: expected shape \[T, {experts.hidden_dim}\]"
+            ):
+                experts(rows, torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2))
+
+
 def test_layers_with_experts_of_two_shapes() -> None:
     model = build("mixtral")
     model.model.layers[1].mlp = build("mixtral", num_local_experts=4).model.layers[1].mlp

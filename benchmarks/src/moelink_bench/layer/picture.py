@@ -138,7 +138,7 @@ def _words(figure: Any, document: dict[str, Any], height: float) -> None:
     )  # fmt: skip
     drawn = [name for name in document["parts"] if any(name in row["parts"] for row in document["rows"])]
     entries = [Patch(color=COLORS[name], label=name) for name in drawn]
-    if any(whole(row) is not None and not row["parts"] for row in document["rows"]):
+    if any(whole(row) is not None and not (row["parts"] and row["graph"]) for row in document["rows"]):
         entries.append(Patch(color=OTHERS, label="not taken apart"))
     figure.legend(
         handles=entries, loc="upper left", bbox_to_anchor=(0.048, 1 - 0.62 / height), ncols=8, frameon=False,

@@ -240,10 +240,12 @@ def run_layer_bench(
     Without a launcher, ranks are processes of this call. A document whose ``gate.passed`` is false has no figures.
 
     Raises:
-        ConfigError: the launcher started another number of ranks, or a contender is not known.
+        ConfigError: the launcher started another number of ranks, a contender is not known, or none takes part.
         RankFailedError, RankHungError: a rank broke or did not end in time.
     """
     chosen = takes_part(plan)
+    if not chosen:
+        raise ConfigError("contender", "one of moelink's without other libraries", ", ".join(plan.contenders or ()))
     inside = replace(plan, contenders=tuple(name for name in chosen if name not in APART))
     reports, absent = reports_of(layer_main, inside, progress)
     if reports is None:

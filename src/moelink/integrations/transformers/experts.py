@@ -13,7 +13,7 @@ from torch.nn import functional
 import moelink
 from moelink.control.exchange import Peers
 from moelink.env import DEBUG
-from moelink.errors import UnsupportedError
+from moelink.errors import ArgumentError, UnsupportedError
 from moelink.integrations.transformers.forms import Form
 from moelink.integrations.transformers.padding import Padding
 from moelink.integrations.transformers.ranks import check_same, shared_by_ranks, total_over_ranks
@@ -215,6 +215,8 @@ class ParallelExperts(KnowsRows, BalancedLayer):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H], [T, K], [T, K] to [T, H], as transformers calls its experts. Collective."""
         config = self.ep.config
+        if hidden_states.shape[-1] != self.hidden_dim:  # narrower rows would be filled up
+            raise ArgumentError("hidden_states", f"shape [T, {self.hidden_dim}]", list(hidden_states.shape))
         self.wrapping.look(config.mode, config.world_size, config.mode == "allreduce")
         top_k_index = self.padding.masked(top_k_index)
         if config.mode == "allreduce" and self._peers is not None:

@@ -1,8 +1,8 @@
 """Quantised checkpoints: in fp8 with a scale for each block of 128 x 128, as DeepSeek-V3 is published, or in mxfp4
 (:mod:`moelink.integrations.transformers.mxfp4`). Experts stay as stored.
 
-Codes and scales of experts are multiplied as they are stored. Replicated weights (attention, shared experts) are
-dequantised to the model's dtype by transformers' own operation while they are read.
+Codes and scales of experts are multiplied as they are stored. In fp8 checkpoints, replicated weights (attention, shared
+experts) are dequantised to the model's dtype by transformers' own operation while they are read.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def choose_for(form: Form, ep: moelink.Communicator, wanted: str, stored: Stored
         ConfigError: there is no such backend.
         UnsupportedError: no backend can multiply them.
     """
-    reason = "" if form.is_plain else "experts are gated, without biases, transposition or norm"
+    reason = "" if form.is_plain else "such experts need to be gated, without biases, transposition or norm"
     reason = mxfp4.what_form_lacks(form) if stored == "mxfp4" else reason
     if not reason:
         assert form.activation is not None

@@ -37,9 +37,9 @@ def what_form_lacks(form: Form) -> str:
     """Return why experts of ``form`` cannot have such weights, or ""."""
     of_gpt_oss = form.gated and form.biased and form.transposed and form.interleaved and not form.norm
     if not of_gpt_oss or form.activation is None:
-        return "experts are as those of gpt_oss: gated, gate and up in turn, biases, transposition, no norm"
+        return "such experts need gate and up in turn, biases, transposed weights and no norm, as gpt_oss has them"
     odd = [size for size in (form.hidden_size, form.intermediate_size) if size % GROUP]
-    return f"sizes are multiples of {GROUP}, got {odd[0]}" if odd else ""
+    return f"such experts need sizes that are multiples of {GROUP}, got {odd[0]}" if odd else ""
 
 
 def stored_parts(name: str, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
