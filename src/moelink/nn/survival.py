@@ -366,7 +366,10 @@ class _Restore(Steps[_Fill]):
             return old
         new = old if fits and self._empty else [torch.empty((groups, *t.shape[1:]), **_kind(t)) for t in old]
         for tensor in new:
-            _ = tensor.fill_(math.nan) if tensor.is_floating_point() else tensor.view(torch.uint8).fill_(255)
+            if tensor.is_floating_point():
+                tensor.fill_(math.nan)
+            else:
+                tensor.view(torch.uint8).fill_(255)
         for fill in here:
             for tensor, mine in zip(new, self._sent(fill), strict=True):
                 tensor[fill.group].copy_(mine)

@@ -81,8 +81,10 @@ def choose_for(form: Form, ep: moelink.Communicator, wanted: str, stored: Stored
         ConfigError: there is no such backend.
         UnsupportedError: no backend can multiply them.
     """
-    reason = "" if form.is_plain else "such experts need to be gated, without biases, transposition or norm"
-    reason = mxfp4.what_form_lacks(form) if stored == "mxfp4" else reason
+    if stored == "mxfp4":
+        reason = mxfp4.what_form_lacks(form)
+    else:
+        reason = "" if form.is_plain else "such experts need to be gated, without biases, transposition or norm"
     if not reason:
         assert form.activation is not None
         choice = choose_backend(
