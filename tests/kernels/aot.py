@@ -96,6 +96,16 @@ def bare_loads(ttir):
     return sum(size >= 1024 for size in sizes)
 
 
+def repeated_loads(form):
+    """Loads of words that other ranks write which stand more than once in the last form before PTX: of a load that is
+    needed in several layouts the compiler makes one for each."""
+    before, after = (
+        sum("tt.load" in line and "isVolatile = true" in line for line in str(form.asm[stage]).splitlines())
+        for stage in ("ttir", "ttgir")
+    )
+    return after - before
+
+
 def has_known_parameters(types, ptx):
     """Whether the parameters of a kernel with arguments of ``types`` lie where ``kernels.launch.direct`` puts them."""
     entry = ptx.partition(".entry")[2].partition(")")[0]
@@ -237,7 +247,7 @@ def main(target, part, *prefixes):
             "masked_histograms": sum(
                 line.count("tensor<") > 2 for line in form.ttir.splitlines() if "= tt.histogram" in line
             ),
-            "bare_loads": bare_loads(form.ttir), "instructions": form.instructions,
+            "bare_loads": bare_loads(form.ttir), "repeated_loads": repeated_loads(form), "instructions": form.instructions,
             "stack": form.stack if as_launched else 0,
             "fma": len(re.findall(r"\bfma\.rn\.f32", form.assembly)),
             "before_the_wait": -1 if amd else form.before_the_wait,

@@ -59,6 +59,8 @@ def test_memory_order_and_width_on_nvidia(target, part, count, prefixes):
         # At its end, and where it waits for other ranks and then works, after the last wait.
         assert kernel["allows"] >= (1 if "async" in name else 2), f"{name} allows the next launch at its end only"
         assert kernel["local"] == 0, f"{name} spills"
+        # The table of rows is read for addresses in three layouts. Words that all CTAs read at their start must not be.
+        assert kernel["repeated_loads"] == (4 if "planned" in name else 0), f"{name} loads words of peers repeatedly"
         assert kernel["known_parameters"], f"{name}: only Triton's launcher, which is slower, can launch it"
         # Triton 3.6 reorders a reshaped block of values on its way to a histogram, but not the block of its mask.
         assert kernel["masked_histograms"] == 0, f"{name} counts other slots than the mask says"
@@ -118,6 +120,7 @@ def check_rows_in_place(kernels):
         assert kernel["local"] == 0, f"{name} spills"
         assert kernel["unguarded"] == 0, f"{name}: a release without a barrier after its stores"
         assert name == "overwrite_expired_rows" or any(".acquire" in op for op in kernel["ops"]), name
+        assert kernel["repeated_loads"] == 0, f"{name} loads words of peers repeatedly"
         assert ("ld.global.v4.b32" in kernel["ops"]) == name.endswith("-copied"), f"{name}: {kernel['ops']}"
         if name.endswith("-in_place"):
             copied = kernels[name.replace("-in_place", "-copied")]

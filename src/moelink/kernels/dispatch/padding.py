@@ -153,13 +153,13 @@ def fill_ids_of_no_rows(topk_ids, messages, numbers, program, num_programs, S: t
     """
     if S.IN_PLACE:
         block: tl.constexpr = greater(1024 // S.TOPK_POW2, 1)
-        r = tl.arange(0, S.WORLD_SIZE_POW2)
         k = tl.arange(0, S.TOPK_POW2)[None, :]
         end = row_of_slot(S.WORLD_SIZE, 0, numbers, S)
         for first in range(program * block, end, num_programs * block):
             row = first + tl.arange(0, block)
             source = row // tl.maximum(numbers.capacity, 1)
-            came = tl.sum(tl.where(source[:, None] == r[None, :], messages[None, :], 0), 1)
+            # A comparison [rows, ranks] would make the compiler load ``messages`` once for each of its layouts.
+            came = tl.gather(messages, tl.minimum(source, S.WORLD_SIZE - 1), 0)
             unused = (row < end) & (row - row_of_slot(source, 0, numbers, S) >= came)
             cell = row[:, None].to(tl.int64) * S.TOPK + k
             tl.store(topk_ids + cell, tl.zeros(cell.shape, tl.int32) - 1, mask=unused[:, None] & (k < S.TOPK))

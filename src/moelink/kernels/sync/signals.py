@@ -322,11 +322,14 @@ def first_mismatched(values, mask):
     Example: values 3, 3, 5 blame rank 2; 3, 5 blame rank 1; 5, 6, 7, 6 blame rank 0.
     """
     r = tl.arange(0, values.shape[0])
-    same = (values[:, None] == values[None, :]) & mask[None, :]
-    votes = tl.sum(same.to(tl.int32), 1) * values.shape[0] + values.shape[0] - 1 - r
-    usual = values.shape[0] - 1 - tl.max(tl.where(mask, votes, -1), 0) % values.shape[0]
-    value = tl.sum(tl.where(r == usual, values, 0), 0)
-    return tl.min(tl.where(mask & (values != value), r, values.shape[0]), 0)
+    most, usual = tl.full([], 0, tl.int32), tl.min(values, 0)
+    # Rank by rank: for a comparison [N, N] the compiler loads ``values`` once for each of its layouts, in every call.
+    for rank in range(tl.max(tl.where(mask, r, -1), 0) + 1):
+        value = tl.sum(tl.where(r == rank, values, 0), 0)
+        votes = tl.sum((mask & (values == value)).to(tl.int32), 0)
+        if (votes > most) & (tl.sum(((r == rank) & mask).to(tl.int32), 0) > 0):
+            most, usual = votes, value
+    return tl.min(tl.where(mask & (values != usual), r, values.shape[0]), 0)
 
 
 @triton.jit
