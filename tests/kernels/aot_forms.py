@@ -321,6 +321,8 @@ DISPATCH_WANTED = (
     {"format": "fp64", "hidden": 7168, "input": 2, "tokens": 64, "cached": False},  # a row in more than two pieces
     {"format": "nvfp4", "quantized": False, "input": 0},  # with a global scale
     {"format": "mxfp8", "hidden": 2880, "scales_later": True},
+    # bf16 elements by two parts of a reciprocal
+    {"format": "fp8_block128", "num_sms": 24, "tokens": 4096, "quantized": False, "input": 0, "gpu": "sm_90"},
     {"launch": "async", "nodes": "two levels", "cached": True},
     {"launch": "async", "nodes": "two levels", "cached": False},
 )

@@ -292,6 +292,10 @@ UNREACHED = {
     "rows/grouped_fp8.py": (1, "interpreted"),
     "kernels/launch/sm_limit.py": (1, "interpreted"),
     "kernels/nodes/internode.py": (8, "interpreted: the ring of the network's proxy"),
+    **{
+        f"kernels/nodes/{name}.py": (count, "interpreted: past masked ranks, which NVSHMEM cannot lose")
+        for name, count in (("level_rows", 15), ("levels", 2), ("past", 17), ("relay", 4))
+    },
     "kernels/sync/signals.py": (1, "interpreted"),
     "tracing/device/stamps.py": (7, "interpreted"),
 }

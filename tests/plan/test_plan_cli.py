@@ -59,7 +59,7 @@ def results(folder: Path, ranks: int = 4, factor: float = 1.0) -> Path:
 
 def test_the_package_s_constants_are_used_and_named() -> None:
     said = run("--ranks", "2..4").stdout
-    for words in ("fitted: moelink/tools/plan/constants.json", "measured on NVIDIA H200", "decode_2xh200.json"):
+    for words in ("fitted: moelink/tools/plan/constants.json", "measured on NVIDIA H200", "decode_after_2xh200.json"):
         assert words in said
     assert "extrapolated" not in said
     assert "extrapolated: the constants were fitted to 2, 4 ranks" in run("--ranks", "8").stdout
