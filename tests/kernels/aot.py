@@ -247,8 +247,8 @@ def main(target, part, *prefixes):
             "masked_histograms": sum(
                 line.count("tensor<") > 2 for line in form.ttir.splitlines() if "= tt.histogram" in line
             ),
-            "bare_loads": bare_loads(form.ttir), "repeated_loads": repeated_loads(form), "instructions": form.instructions,
-            "stack": form.stack if as_launched else 0,
+            "bare_loads": bare_loads(form.ttir), "repeated_loads": repeated_loads(form),
+            "instructions": form.instructions, "stack": form.stack if as_launched else 0,
             "fma": len(re.findall(r"\bfma\.rn\.f32", form.assembly)),
             "before_the_wait": -1 if amd else form.before_the_wait,
             "known_parameters": not amd and has_known_parameters(spec_of(kernel, spec, {"x": x}).types, form.assembly),

@@ -29,7 +29,7 @@ BUDGET = {
     "kernels/dispatch": 3149,
     "kernels/launch": 2238,
     "kernels/nodes": 1353,
-    "kernels/sync": 1311,
+    "kernels/sync": 1314,
     "rows": 3458,
     "transports": 2046,
     "transports/collective": 1829,
