@@ -88,6 +88,7 @@ def equal_oracle(draws: Sequence[Draw]) -> None:
 @seeds(1, 12, why="every two values of all axes meet")
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kind", HERE)
+@pytest.mark.timeout(1800)
 def test_all_ranks_in_one_process(kind: str, part: int, seeds: range) -> None:
     for seed in seeds:
         for draw in draws_of(kind, seed)[part::PARTS]:
