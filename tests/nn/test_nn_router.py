@@ -124,3 +124,15 @@ def test_first_weights_follow_the_seed() -> None:
 def test_what_cannot_be_is_named(field: str, fields: dict[str, Any]) -> None:
     with pytest.raises(moelink.ConfigError, match=f"^{field}: expected"):
         Router(16, EXPERTS, topk=TOPK, config=RouterConfig(**fields))
+
+
+def test_a_bias_on_another_device_is_refused() -> None:
+    """A kernel would read its address as one of the logits' device."""
+    config, far = RouterConfig(correction_bias=True), torch.zeros(EXPERTS, device="meta")
+    expected = "^correction_bias: expected a tensor on cpu, as the logits are, got one on meta"
+    with pytest.raises(moelink.ArgumentError, match=expected):
+        route(torch.randn(3, EXPERTS), config, topk=TOPK, correction_bias=far)
+    router = Router(16, EXPERTS, topk=TOPK, config=config)
+    router.correction_bias = far
+    with pytest.raises(moelink.ArgumentError, match=expected):
+        router(torch.randn(3, 16))

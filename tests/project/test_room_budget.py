@@ -36,7 +36,7 @@ BUDGET = {
     "transports/symmetric": 2269,
     "contract": 2420,
     "ops": 1997,
-    "nn": 4985,
+    "nn": 4997,
     "integrations": 4749,
     "tracing": 535,
     "tracing/device": 524,
