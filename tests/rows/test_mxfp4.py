@@ -39,7 +39,8 @@ def test_every_code_comes_back(inner: int) -> None:
     assert [torch.equal(*pair) for pair in zip(weight.to_blocks(), (blocks, scales), strict=True)] == [True, True]
     one = Mxfp4Weight.from_blocks(blocks[1], scales[1])
     assert torch.equal(one.codes, weight.codes[1]), "leading dimensions are optional"
-    apart = torch.cat((scales.new_zeros(1), scales.flatten()))[1:].view_as(scales)  # one byte behind an aligned address
+    # The tensor begins one byte after an aligned address.
+    apart = torch.cat((scales.new_zeros(1), scales.flatten()))[1:].view_as(scales)
     assert torch.equal(Mxfp4Weight.from_blocks(blocks, apart).scales, weight.scales)
 
 

@@ -122,14 +122,13 @@ def route(logits: Tensor, config: RouterConfig, *, topk: int, correction_bias: T
     config.validate_sizes(num_experts=logits.shape[1], topk=topk)
     if logits.dtype not in (torch.float32, torch.float64):
         raise ArgumentError("logits", "fp32 or fp64", logits.dtype)
-    if correction_bias is not None:
-        _check_bias(correction_bias, logits)
+    _check_bias(correction_bias, logits)
     return _route(logits, config, topk, correction_bias)
 
 
-def _check_bias(bias: Tensor, beside: Tensor) -> None:
+def _check_bias(bias: Tensor | None, beside: Tensor) -> None:
     """Refuse a correction bias on another device than ``beside``, which a kernel would read as if it were there."""
-    if bias.device != beside.device:
+    if bias is not None and bias.device != beside.device:
         raise ArgumentError(
             "correction_bias", f"a tensor on {beside.device}, as the logits are", f"one on {bias.device}"
         )
@@ -222,8 +221,7 @@ class Router(KeepsBuffers):
 
     def _routed(self, x: Tensor, weight: Tensor) -> Routing:
         bias = part_of(self, self._buffers, "correction_bias")
-        if bias is not None:
-            _check_bias(bias, weight)
+        _check_bias(bias, weight)
         if self.config.batch_invariant:
             logits = grouped_matmul(x.float(), as_group(x), weight.float()[None], True)
         elif are_few(x, weight, bias):
