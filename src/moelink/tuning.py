@@ -58,15 +58,10 @@ Combine, *Few SMs*."""
 ROWS_AHEAD = 3
 """Rows that are on their way at a time there, the one that is added included."""
 
-GLUON_ROWS = 256
-"""Fewest rows of a buffer for each group, if ``rows.grouped_gluon`` is to multiply them on compute capability 9.0. A
-buffer has room for all rows that may come, so groups have fewer. Lab, *The layer*: 521.5 -> 426.1 us with 256 rows of
-each group, 274.6 -> 263.1 with 128, 252.0 -> 250.4 with 4."""
-
-SMALL_WEIGHT, GROUP_ROWS = 2048, (16, 132)
-"""Most rows and columns of a group's weight, and rows of a buffer for each group, for which ``rows.grouped_fp8`` has
-one launch on compute capability 9.0: of tiles of 16 rows up to the first number, and of 64 up to the second. Lab, *The
-layer*, *Tiles by rows*: gate and up 42.5 -> 37.3 us at 8 tokens, 80.1 -> 64.1 at 512."""
+FEW_ROWS = (16, 16), (32, 32), (127, 64)
+"""On compute capability 9.0, the rows of a buffer for each group up to which ``rows.grouped_gluon_few`` multiplies them,
+and the rows of its tiles. A buffer has room for all rows that may come, so groups have fewer. Lab, *The layer*, *Few
+rows of each group*."""
 
 FEW_LOGITS = 8
 """Most tokens whose logits ``rows.wide_product_kernel`` computes, in place of torch's product. Lab, *The layer*,

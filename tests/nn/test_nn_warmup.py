@@ -13,9 +13,10 @@ import moelink
 from moelink.errors import ArgumentError
 from moelink.kernels.launch import row_launch
 from moelink.kernels.launch.row_launch import RowLauncher
-from moelink.nn import GatedMLP, MoE, RouterConfig, warmup
-from moelink.rows import choose, common_kernel, eager, grouped_fp8
+from moelink.nn import GatedMLP, MoE, RouterConfig, block_quantized, warmup
+from moelink.rows import choose, common_kernel, eager, grouped_gluon, grouped_gluon_few
 from moelink.transports.base import Rehearsal
+from moelink.tuning import FEW_ROWS
 from moelink_bench.played import prepared_rows
 
 SIZES: dict[str, Any] = {
@@ -94,14 +95,21 @@ def test_calls_of_fewer_rows_than_those_that_were_rehearsed_find_their_tiles(
     prepares: Prepares, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one rank a call's buffer has room for its own tokens, which chooses the tiles."""
-    small = (*grouped_fp8.HOPPER_SMALL, grouped_fp8.HOPPER)
-    monkeypatch.setattr(grouped_fp8, "default_settings", lambda device, weight, room: small[room])
+    def few() -> None: ...
+    def many() -> None: ...
+
+    monkeypatch.setattr(block_quantized, "takes_gluon", lambda codes: True)
+    # Gluon has no interpreted form, by which the launcher could tell kernels apart.
+    monkeypatch.setattr(grouped_gluon_few, "grouped_gluon_few_kernel", few)
+    monkeypatch.setattr(grouped_gluon, "grouped_gluon_kernel", many)
     sizes = {**SIZES, "max_tokens_per_rank": 1024, "dispatch_format": "fp8_block128"}
     with moelink.init(**sizes) as ep, torch.no_grad():
         layer = MoE(ep, intermediate_size=128, load_steps=0, dtype=torch.bfloat16, experts_backend="triton")
         warmup.rehearse(layer, ep.config, (1024,), training=False, load=True)
         known = len(prepares.made)
-        for tokens in (1, 48, 64, 65, 500, 528, 600, 1024):
+        assert prepares.made.count("few") == 2 * len(FEW_ROWS)
+        assert prepares.made.count("many") == 2
+        for tokens in (1, 48, 64, 65, 128, 129, 500, 508, 509, 1024):
             layer(torch.ones(tokens, 256, dtype=torch.bfloat16))
         assert prepares.made[known:] == []
 

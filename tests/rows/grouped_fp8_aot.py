@@ -1,8 +1,8 @@
 """Compiles the grouped fp8 product for a GPU that is not there: ``python grouped_fp8_aot.py sm_90``, and with ``mxfp4``
 behind it the product by weights in mxfp4.
 
-Needs TRITON_INTERPRET unset. Prints a JSON object for each form of tiles: the launch settings of the target, few rows
-without descriptors, and for sm_90 those of small weights.
+Needs TRITON_INTERPRET unset. Prints a JSON object for each form of tiles: the launch settings of the target, and few
+rows without descriptors.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from moelink.rows import grouped_mxfp4
 from moelink.rows.grouped_fp8 import (
     BLACKWELL,
     HOPPER,
-    HOPPER_SMALL,
     SMALL_CACHE,
     WITHOUT_FP8,
     constants_of,
@@ -24,14 +23,14 @@ from moelink.rows.grouped_fp8 import (
 )
 from moelink_testing import lowered
 
-WEIGHT, SMALL = torch.Size([32, 4096, 7168]), torch.Size([64, 1536, 2048])
+WEIGHT = torch.Size([32, 4096, 7168])
 """Of DeepSeek-V3's gate and up, and of Qwen3-30B-A3B's."""
 
 
-def compiled(target, tiles, weight, mxfp4, biased):
-    """The compiled kernel for weights of a shape."""
+def compiled(target, tiles, mxfp4, biased):
+    """The compiled kernel."""
     fp8 = target.startswith("sm")
-    constants = constants_of(tiles, weight, operands="fp8" if fp8 else "fp16", native=fp8, biased=biased)
+    constants = constants_of(tiles, WEIGHT, operands="fp8" if fp8 else "fp16", native=fp8, biased=biased)
     kind = "fp8e4nv" if fp8 else "u8"
 
     def source(rows):
@@ -67,11 +66,8 @@ if __name__ == "__main__":
     forms = {"few": settings.few, "many": settings.many}
     if target.startswith("sm") and not mxfp4:
         forms["few, pointers"] = dataclasses.replace(settings.few, descriptors=False)
-    if target == "sm_90" and not mxfp4:
-        forms["small, few"] = HOPPER_SMALL[0].few
     if mxfp4:
         forms |= {f"{name}, bias": tiles for name, tiles in forms.items()}
     for name, tiles in forms.items():
-        weight = SMALL if name.startswith("small") else WEIGHT
-        made = compiled(target, tiles, weight, mxfp4, biased="bias" in name)
+        made = compiled(target, tiles, mxfp4, biased="bias" in name)
         print(json.dumps(describe(name, made)), flush=True)

@@ -11,6 +11,7 @@ import types
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,25 +22,23 @@ import moelink
 from moelink.activation import Clamp
 from moelink.nn import MoE, QuantizedExperts, dequantize_weight, grouped_fp8, local_state_dict, merge_state_dicts
 from moelink.nn import expert_backends as backends
-from moelink.nn.block_quantized import BlockQuantized, quantize_weight, takes_large_tiles
+from moelink.nn.block_quantized import BlockQuantized, quantize_weight
 from moelink.nn.experts import group_of_rows
 from moelink.nn.placement import Placement
 from moelink.rows import grouped_fp8 as grouped_fp8_kernels
+from moelink.rows import grouped_gluon, grouped_gluon_few
 from moelink.rows.grouped_fp8 import (
     BLACKWELL,
     HOPPER,
-    HOPPER_SMALL,
     INTERPRETED,
     SMALL_CACHE,
     Settings,
     default_settings,
     launch,
     launches_of,
-    room_of,
     tile_in_group,
 )
 from moelink.testing import run_ranks
-from moelink.tuning import GLUON_ROWS
 from moelink_bench import experts as bench
 from tests.kernels.test_kernels_aot import output_of
 from tests.rows.grouped_fp8_cases import FP32_SUMS, POISON, error_over_bound, numbers, problem
@@ -96,10 +95,9 @@ OTHER_TILES = Settings(
 )  # fmt: skip
 
 
-ONE_LAUNCH = Settings(INTERPRETED.few, None)
 
 
-@pytest.mark.parametrize("settings", [None, OTHER_TILES, ONE_LAUNCH], ids=["default", "descriptors", "one launch"])
+@pytest.mark.parametrize("settings", [None, OTHER_TILES], ids=["default", "descriptors"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_keeps_the_bound(shape: Any, settings: Settings | None) -> None:
     given = problem(*shape)
@@ -109,43 +107,43 @@ def test_the_kernel_keeps_the_bound(shape: Any, settings: Settings | None) -> No
     assert (out[given.rows :] == POISON).all(), "rows that do not exist are not written"
 
 
-@pytest.mark.parametrize(
-    "rows, capability, large",
-    [(4 * GLUON_ROWS, (9, 0), True), (4 * GLUON_ROWS - 1, (9, 0), False), (4 * GLUON_ROWS, (10, 0), False)],
-)
-@pytest.mark.quick("each condition decides alone")
-def test_buffers_with_room_for_many_rows_of_each_group_take_the_product_in_gluon(
-    rows: int, capability: tuple[int, int], large: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", None)
-    codes: Any = types.SimpleNamespace(shape=(rows, 128), is_cuda=True, device="cuda")
-    assert takes_large_tiles(codes, 4) == large
-
-
 @pytest.mark.quick("each condition decides alone")
 @pytest.mark.parametrize(
-    "capability, weight, rows, settings",
+    "capability, hip, rows, kernel",
     [
-        ((9, 0), (64, 1536, 2048), 1024, HOPPER_SMALL[0]), ((9, 0), (64, 1536, 2048), 1028, HOPPER_SMALL[1]),
-        ((9, 0), (64, 2048, 768), 8384, HOPPER_SMALL[1]), ((9, 0), (64, 2048, 768), 8452, HOPPER),
-        ((9, 0), (64, 1536, 2176), 64, HOPPER), ((9, 0), (64, 7168, 2048), 64, HOPPER),
-        ((10, 0), (64, 1536, 2048), 64, BLACKWELL), ((8, 9), (64, 1536, 2048), 64, SMALL_CACHE),
+        ((9, 0), None, 64, 16), ((9, 0), None, 65, 32), ((9, 0), None, 128, 32), ((9, 0), None, 129, 64),
+        ((9, 0), None, 508, 64), ((9, 0), None, 509, "many"), ((10, 0), None, 64, "triton"),
+        ((9, 4), "6.4", 64, "triton"),
     ],
 )  # fmt: skip
-def test_small_weights_and_few_rows_have_one_launch(
-    capability: tuple[int, int], weight: tuple[int, ...], rows: int, settings: Settings, monkeypatch: pytest.MonkeyPatch
+def test_the_buffer_chooses_the_kernel(
+    capability: tuple[int, int], hip: str | None, rows: int, kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    taken: list[Any] = []
+    monkeypatch.setattr(grouped_gluon_few, "launch", lambda *given: taken.append(given[-1]))
+    monkeypatch.setattr(grouped_gluon, "launch", lambda *given: taken.append("many"))
+    monkeypatch.setattr(grouped_fp8_kernels, "launch", lambda *given: taken.append("triton"))
+    codes = mock.MagicMock(is_cuda=True, device="cuda")
+    codes.__len__.return_value = rows
+    BlockQuantized(torch.zeros(4, 1, 1), torch.zeros(1)).launch(codes, *[None] * 3)  # type: ignore[arg-type]
+    assert taken == [kernel]
+
+
+@pytest.mark.parametrize(
+    "capability, settings", [((9, 0), HOPPER), ((10, 0), BLACKWELL), ((8, 9), SMALL_CACHE)]
+)  # fmt: skip
+def test_large_groups_have_a_launch_of_their_own(
+    capability: tuple[int, int], settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(grouped_fp8_kernels, "is_interpreted", bool)
     monkeypatch.setattr(grouped_fp8_kernels, "has_native_casts", lambda device: True)
-    shape, cuda = torch.Size(weight), torch.device("cuda")
-    room = room_of(rows, shape[0])
-    assert default_settings(cuda, shape, room) == settings
-    made = launches_of.__wrapped__(None, shape, cuda, room)
-    assert [(one.tiles, one.least, one.most) for one in made] == (
-        [(settings.few, 1, 0)] if settings.many is None else [(settings.few, 1, 64), (settings.many, 65, 0)]
-    )
+    cuda = torch.device("cuda")
+    assert default_settings(cuda) == settings
+    made = launches_of.__wrapped__(None, torch.Size((64, 1536, 2048)), cuda)
+    assert [(one.tiles, one.least, one.most) for one in made] == [(settings.few, 1, 64), (settings.many, 65, 0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
@@ -491,7 +489,7 @@ def test_the_choice_of_auto_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
 def test_the_kernel_compiles_for_gpus_that_are_not_there(target: str) -> None:
     found = [json.loads(line) for line in output_of("rows.grouped_fp8_aot", target)]
-    forms = ["few", "many", "few, pointers", "small, few"]
+    forms = ["few", "many", "few, pointers"]
     assert [each["form"] for each in found] == forms[: {"sm_90": 4, "sm_100": 3, "gfx942": 2}[target]]
     for each in found:
         assert each["local"] == 0, f"{each} spills"

@@ -29,7 +29,7 @@ from moelink.errors import ArgumentError, UnsupportedError
 from moelink.formats.casts import E4M3_MAX, amax, canonical_nan, divide, e4m3_to_f32, f32_to_e4m3
 from moelink.formats.fp8 import AMAX_FLOOR
 from moelink.nn.mxfp4 import Mxfp4Weight
-from moelink.tuning import GLUON_ROWS
+from moelink.tuning import FEW_ROWS
 
 BLOCK = 128
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -72,15 +72,21 @@ class BlockQuantized:
         return rows @ BlockQuantized(self.codes[group], self.scales[group]).dequantize().t()
 
     def launch(self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor) -> None:
-        """Fill ``out`` by a kernel: the one in Gluon where :func:`takes_large_tiles`, else the Triton kernel."""
-        if takes_large_tiles(codes, len(self.codes)):
-            from moelink.rows.grouped_gluon import launch as launch_gluon
+        """Fill ``out`` by a kernel: on compute capability 9.0 by one in Gluon, for few rows of each group or for many,
+        else by the Triton kernel."""
+        given = codes, scales, row_offsets, self.codes, self.scales, out
+        if not takes_gluon(codes):
+            from moelink.rows.grouped_fp8 import launch
 
-            launch_gluon(codes, scales, row_offsets, self.codes, self.scales, out)
-            return
-        from moelink.rows.grouped_fp8 import launch
+            launch(*given)
+        elif tile_rows := few_rows(len(codes), len(self.codes)):
+            from moelink.rows.grouped_gluon_few import launch as launch_few
 
-        launch(codes, scales, row_offsets, self.codes, self.scales, out)
+            launch_few(*given, tile_rows)
+        else:
+            from moelink.rows.grouped_gluon import launch as launch_many
+
+            launch_many(*given)
 
 
 Weight = BlockQuantized | Mxfp4Weight
@@ -224,12 +230,22 @@ def _grouped_fp8_fake(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight
     return codes.new_empty(codes.shape[0], weight_of(weight, given[0]).shape[1], dtype=given[1])
 
 
-def takes_large_tiles(codes: Tensor, groups: int) -> bool:
-    """Whether :mod:`moelink.rows.grouped_gluon` multiplies ``codes`` [R, K] by the weights of ``groups``: on compute
-    capability 9.0, if the buffer has room for tuning.GLUON_ROWS rows of each group."""
-    if codes.shape[0] < GLUON_ROWS * groups or not codes.is_cuda or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(codes.device)[0] == 9
+def takes_gluon(codes: Tensor) -> bool:
+    """Whether a kernel in Gluon multiplies ``codes``: on compute capability 9.0."""
+    return codes.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(codes.device)[0] == 9
+
+
+def few_rows(rows: int, groups: int) -> int | None:
+    """Return the rows of a tile of :mod:`moelink.rows.grouped_gluon_few` for a buffer of ``rows`` and ``groups`` of
+    weights, None where :mod:`moelink.rows.grouped_gluon` is faster.
+
+    The host knows the buffer, which is the worst case of so many tokens on every rank, and no group's size. So the
+    buffer chooses the tiles, and any division of its rows among the groups is right.
+
+    >>> few_rows(64, 4), few_rows(65, 4), few_rows(4096, 4)
+    (16, 32, None)
+    """
+    return next((tile for room, tile in FEW_ROWS if rows <= room * groups), None)
 
 
 def launch_kernel(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, out: Tensor) -> None:

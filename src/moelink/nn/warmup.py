@@ -21,7 +21,7 @@ from moelink.nn.router import Router
 from moelink.output import DispatchHandle, DispatchOutput, OutputShape
 from moelink.rows.dequantize import dequantized
 from moelink.rows.scale_rows import cast_rows, row_gradients
-from moelink.tuning import FEW_LOGITS, GLUON_ROWS, GROUP_ROWS
+from moelink.tuning import FEW_LOGITS, FEW_ROWS
 
 
 class Layer(Protocol):
@@ -54,7 +54,7 @@ def _by_rows(config: EPConfig, most: int) -> set[int]:
     no more. Calls have smaller buffers than those of ``most`` tokens if this rank knows the tokens of all ranks."""
     if known_max_tokens(config, most) is None:
         return set()
-    edges = (edge * config.num_groups for edge in (*GROUP_ROWS, GLUON_ROWS - 1))
+    edges = (room * config.num_groups for room, _ in FEW_ROWS)
     return {bisect_right(range(most), edge, key=config.output_rows) - 1 for edge in edges} - {-1, 0}
 
 

@@ -53,7 +53,6 @@ from moelink.kernels.launch.row_launch import Block
 from moelink.kernels.numeric import round_to
 from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import common_kernel as common
-from moelink.tuning import GROUP_ROWS, SMALL_WEIGHT
 
 BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
@@ -263,12 +262,11 @@ class Settings:
     """The launches of a product.
 
     Groups of up to ``most_few`` rows are computed by tiles ``few``, larger ones by ``many`` in a launch of its own.
-    A buffer of at most ``most_few`` rows has one launch. So has any buffer if ``many`` is None: then ``few`` serves
-    all groups.
+    A buffer of at most ``most_few`` rows has one launch.
     """
 
     few: Tiles = Tiles(64, num_warps=4, num_stages=3, programs=3)
-    many: Tiles | None = Tiles(128, parts=2, num_warps=8, num_stages=4)
+    many: Tiles = Tiles(128, parts=2, num_warps=8, num_stages=4)
     most_few: int = 64
 
 
@@ -278,8 +276,6 @@ INTERPRETED = Settings(
 )  # fmt: skip
 """Small tiles, of which small tests have several."""
 HOPPER = Settings()
-HOPPER_SMALL = Settings(few=Tiles(16, swapped=True, programs=3), many=None), Settings(many=None)
-"""Of compute capability 9.0 for small weights and few rows of each group, and for more (:func:`default_settings`)."""
 BLACKWELL = Settings(many=Tiles(128, num_warps=8, num_stages=4))
 """Of compute capability 10.x: accumulators come out of tensor memory into registers, which two parts overflow."""
 SMALL_CACHE = Settings(
@@ -294,41 +290,13 @@ WITHOUT_FP8 = Settings(
 """Of devices whose matrix units do not take these codes."""
 
 
-def room_of(rows: int, groups: int) -> int:
-    """Return the number of bounds of tuning.GROUP_ROWS that a buffer of ``rows`` rows exceeds.
-
-    Example: bounds 16 and 132 and 4 groups: 0 for up to 64 rows, 1 for up to 528, 2 for more.
-    """
-    return sum(rows > bound * groups for bound in GROUP_ROWS)
-
-
-def default_settings(device: torch.device, weight: torch.Size, room: int) -> Settings:
-    """Return the settings of launches on ``device`` for weights of shape [G, N, K] and a buffer of ``room``
-    (:func:`room_of`).
-
-    The host knows the buffer, which is the worst case of so many tokens on every rank, and no group's size. So the
-    buffer chooses the tiles, and any division of its rows among the groups is right. On compute capability 9.0, with N
-    and K up to tuning.SMALL_WEIGHT:
-
-    * Room for up to 16 rows of each group: one launch of 16 rows x 128 columns. A group begins at most one tile that is
-      not full, so there are at most twice as many tiles of rows as groups, however uneven these are. The weights are
-      then read twice at most, from the second-level cache if groups are few.
-    * Up to 132, which is 512 tokens of Qwen3 on two ranks: one launch of 64 x 128, so about three tiles of rows for
-      each group at most. Groups of 64 rows in the mean are as often larger than that as not, and two launches, each of
-      which has half of the tiles, take longer than one.
-    * More: the two launches. With 1024 rows of each group, 64 x 128 takes a quarter longer than 128 x 256 (lab, *The
-      layer*, *Tiles by rows*, which has the measurements). So may a call whose rows fill one or two groups.
-
-    Larger weights keep the two launches: with DeepSeek-V3's, one launch was slower.
-    """
+def default_settings(device: torch.device) -> Settings:
+    """Return the settings of launches on ``device``."""
     if is_interpreted():
         return INTERPRETED
     if not has_native_casts(device):
         return WITHOUT_FP8
-    major = torch.cuda.get_device_capability(device)[0]
-    if major == 9 and room < len(HOPPER_SMALL) and max(weight[1:]) <= SMALL_WEIGHT:
-        return HOPPER_SMALL[room]
-    return {9: HOPPER, 10: BLACKWELL}.get(major, SMALL_CACHE)
+    return {9: HOPPER, 10: BLACKWELL}.get(torch.cuda.get_device_capability(device)[0], SMALL_CACHE)
 
 
 def constants_of(
@@ -366,21 +334,22 @@ class OneLaunch:
 
 @lru_cache(maxsize=256)
 def launches_of(
-    settings: Settings | None, weight: torch.Size, device: torch.device, room: int, biased: bool = False
-) -> tuple[OneLaunch, ...]:  # fmt: skip
-    """Return the launches for groups of few rows and of many, or the one for all groups."""
-    settings, native = settings or default_settings(device, weight, room), has_native_casts(device)
+    settings: Settings | None, weight: torch.Size, device: torch.device, biased: bool = False
+) -> tuple[OneLaunch, OneLaunch]:
+    """Return the launches for groups of few rows and of many."""
+    settings, native = settings or default_settings(device), has_native_casts(device)
     operands = "fp8" if native else "fp32" if is_interpreted() else "fp16"
-    few, many, most = settings.few, settings.many, settings.most_few
-    each = [(few, 1, 0)] if many is None else [(few, 1, most), (many, most + 1, 0)]
-    return tuple(
+    few, many = (
         OneLaunch(
             constants_of(tiles, weight, operands=operands, native=native, biased=biased), tiles, least, most,
             ceil_div(weight[1], tiles.columns * tiles.parts), torch.float8_e4m3fn if native else torch.uint8,
             (tiles.rows, BLOCK) if tiles.descriptors else None, (tiles.columns, BLOCK) if tiles.descriptors else None,
         )
-        for tiles, least, most in each
+        for tiles, least, most in (
+            (settings.few, 1, settings.most_few), (settings.many, settings.most_few + 1, 0),
+        )
     )  # fmt: skip
+    return few, many
 
 
 def launch(
@@ -400,7 +369,7 @@ def launch_tiles(
     rows = out.shape[0]
     if not rows or not shape[1]:
         return
-    launches = launches_of(settings, shape, out.device, room_of(rows, shape[0]), biased)
+    launches = launches_of(settings, shape, out.device, biased)
     few = launches[0]
     if few.operands != codes.dtype:
         codes = codes.view(few.operands)

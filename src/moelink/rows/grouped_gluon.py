@@ -47,9 +47,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moelink.kernels.launch.cache_keys import Constants
+from moelink.kernels.launch.row_launch import Block
 from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.grouped_fp8 import BLOCK, tile_in_group
@@ -58,6 +58,8 @@ ROWS, PART_ROWS, PARTS, STAGES = 128, 64, 2, 4
 """Rows of a tile and of a consumer, parts of a tile, stages of the ring: 4 x 48 KB."""
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 """Of a thread. 128 threads with the first number (three warps do nothing) and 256 with the second fill an SM."""
+IN_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+"""The layout of blocks of codes in shared memory, in which the TMA unit writes and tensor cores read."""
 
 _BLOCK, _ROWS, _PART_ROWS = (gl.constexpr(each) for each in (BLOCK, ROWS, PART_ROWS))
 _STAGE_BYTES = gl.constexpr((ROWS + PARTS * BLOCK) * BLOCK)
@@ -255,13 +257,12 @@ def launch(
     if not out.numel():
         return
     flat = weight.view(-1, weight.shape[2])
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     row_tiles = min(len(codes), triton.cdiv(len(codes), ROWS) + weight.shape[0])
     # The sums use FMAs by name; nothing else is fused.
     common.launch(
         grouped_gluon_kernel,
-        (TensorDescriptor.from_tensor(codes, [PART_ROWS, BLOCK], layout), scales, row_offsets,
-         TensorDescriptor.from_tensor(flat, [BLOCK, BLOCK], layout), weight_scales, out, len(codes)),
+        (Block(codes, (PART_ROWS, BLOCK), IN_SHARED), scales, row_offsets, Block(flat, (BLOCK, BLOCK), IN_SHARED),
+         weight_scales, out, len(codes)),
         constants_of(weight.shape), row_tiles * triton.cdiv(weight.shape[1], BLOCK * PARTS), absent=row_offsets,
         per_sm=1, num_programs=num_programs, num_warps=4,
     )  # fmt: skip

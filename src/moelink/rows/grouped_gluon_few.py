@@ -53,12 +53,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moelink.kernels.launch.cache_keys import Constants
+from moelink.kernels.launch.row_launch import Block
 from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.grouped_fp8 import BLOCK, tile_in_group
+from moelink.rows.grouped_gluon import IN_SHARED
 
 COLUMNS, ROW_BOX = 64, 16
 """Columns of a consumer, of which a tile has two parts, and rows that are loaded at a time."""
@@ -270,13 +271,12 @@ def launch(
     if not out.numel():
         return
     flat = weight.view(-1, weight.shape[2])
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     row_tiles = min(len(codes), triton.cdiv(len(codes), tile_rows) + weight.shape[0])
     # The sums use FMAs by name; nothing else is fused.
     common.launch(
         grouped_gluon_few_kernel,
-        (TensorDescriptor.from_tensor(codes, [ROW_BOX, BLOCK], layout), scales, row_offsets,
-         TensorDescriptor.from_tensor(flat, [COLUMNS, BLOCK], layout), weight_scales, out, len(codes)),
+        (Block(codes, (ROW_BOX, BLOCK), IN_SHARED), scales, row_offsets, Block(flat, (COLUMNS, BLOCK), IN_SHARED),
+         weight_scales, out, len(codes)),
         constants_of(weight.shape, tile_rows), row_tiles * triton.cdiv(weight.shape[1], BLOCK), absent=row_offsets,
         per_sm=1, num_programs=num_programs, num_warps=4, maxnreg=REGISTERS[tile_rows],
     )  # fmt: skip

@@ -50,15 +50,25 @@ _L2_128B = 2
 
 
 class Block(NamedTuple):
-    """A contiguous tensor [R, C] that a kernel loads through a tensor descriptor, and the shape of what it loads."""
+    """A contiguous tensor [R, C] that a kernel loads through a tensor descriptor, and the shape of what it loads.
+
+    A kernel in Gluon names the ``layout`` of a block in shared memory; else Triton's compiler chooses it.
+    """
 
     tensor: Tensor
     shape: tuple[int, int]
+    layout: Any = None
 
 
 def typed(argument: Any) -> Any:
     """Return an argument as Triton takes it."""
-    return TensorDescriptor.from_tensor(argument.tensor, list(argument.shape)) if type(argument) is Block else argument
+    if type(argument) is not Block:
+        return argument
+    if argument.layout is None:
+        return TensorDescriptor.from_tensor(argument.tensor, list(argument.shape))
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    return GluonDescriptor.from_tensor(argument.tensor, list(argument.shape), argument.layout)
 
 
 class TensorMap:
