@@ -1,23 +1,51 @@
 """The product of few bf16 rows and a bf16 weight with fp32 sums: :mod:`moelink.rows.wide_product` as one kernel.
 
-A program has one column of the output at a time, for all rows: it multiplies the weight's row by each of them, CHUNK
-elements at a time, and adds up in fp32. A product of two bf16 numbers is exact in fp32. A library lets several CTAs
-share a sum of so few rows, and a second launch adds their parts up.
+A program computes one tile of the output, ROWS x COLUMNS, by tensor cores. Few rows have few tiles, so the sums are cut
+within a program: columns of a row are taken in steps of PARTS * CHUNK, part p of each step has the CHUNK columns from
+p * CHUNK on, and the parts are the batch of a batched product, in which warps have parts of their own. At the end each
+tile adds up its parts. All this has the same order in every call with as many rows, and so the same bits.
 
-Example: x = [[1, 2], [3, 4]] and weight = [[1, 1], [1, 0], [0, 2]] give out = [[3, 1, 4], [7, 3, 8]] in three steps,
-one for each column.
+A product of two bf16 numbers is exact in fp32. A library lets several CTAs share a sum of so few rows, and a second
+launch adds their parts up.
+
+Example: x = [[1, 2], [3, 4]] and weight = [[1, 1], [1, 0], [0, 2]] give out = [[3, 1, 4], [7, 3, 8]]. With 2 PARTS and
+a CHUNK of 1, part 0 of the sums is [[1, 1, 0], [3, 3, 0]] and part 1 is [[2, 0, 4], [4, 0, 8]].
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from moelink.arith import ceil_div
 from moelink.kernels.launch.cache_keys import Constants
+from moelink.kernels.launch.device import is_interpreted
 from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import common_kernel as common
+
+
+class Tiles(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+        rows, columns: of a tile of the output.
+        parts: of a sum, side by side. chunk: columns of a row that a part takes at a time. Powers of two.
+        num_warps, num_stages: of the compiler.
+    """
+
+    rows: int
+    columns: int
+    parts: int
+    chunk: int
+    num_warps: int
+    num_stages: int
+
+
+FEW_ROWS, MANY_ROWS = Tiles(16, 8, 8, 64, 8, 4), Tiles(32, 16, 4, 64, 4, 4)
+"""Tiles of up to 16 rows, and of more."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -26,43 +54,59 @@ class WideConstants(Constants):
 
     Attributes:
         K, N: columns of a row and of the output.
-        ROWS: places for rows. CHUNK: columns of a row at a time. Powers of two.
+        ROWS, COLUMNS, PARTS, CHUNK: as of :class:`Tiles`.
+        CONVERTS: multiply numbers converted to fp32, since the interpreter multiplies no bf16.
         DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
     """
 
     K: int
     N: int
     ROWS: int
+    COLUMNS: int
+    PARTS: int
     CHUNK: int
+    CONVERTS: bool
     DEPENDENT_LAUNCH: bool = False
 
 
 @triton.jit(do_not_specialize=["rows"])
 def wide_product_kernel(x, weight, out, rows, S: tl.constexpr):
-    """See the module. ``rows`` is at most ROWS."""
+    """See the module. Program p has tile p % A of columns, and of rows p // A, with A tiles side by side."""
     follow_previous_launch(S)
-    row = tl.arange(0, S.ROWS)[:, None]
-    place = tl.arange(0, S.CHUNK)[None, :]
-    for column in range(tl.program_id(0), S.N, tl.num_programs(0)):
-        sums = tl.zeros([S.ROWS, S.CHUNK], tl.float32)
-        for first in tl.static_range(0, S.K, S.CHUNK):
-            exists = first + place < S.K
-            by = tl.load(weight + column * S.K + first + place, mask=exists, other=0.0).to(tl.float32)
-            mine = tl.load(x + row * S.K + first + place, mask=exists & (row < rows), other=0.0).to(tl.float32)
-            sums += mine * by
-        tl.store(out + row * S.N + column, tl.sum(sums, 1)[:, None], mask=row < rows)
+    ACROSS: tl.constexpr = (S.N + S.COLUMNS - 1) // S.COLUMNS
+    row = tl.program_id(0) // ACROSS * S.ROWS + tl.arange(0, S.ROWS)
+    column = tl.program_id(0) % ACROSS * S.COLUMNS + tl.arange(0, S.COLUMNS)
+    # [parts, rows, columns of a row] and [parts, columns of a row, columns]
+    first = tl.arange(0, S.PARTS)[:, None, None] * S.CHUNK
+    place, across = first + tl.arange(0, S.CHUNK)[None, None, :], first + tl.arange(0, S.CHUNK)[None, :, None]
+    mine, by = x + row[None, :, None] * S.K + place, weight + column[None, None, :] * S.K + across
+    sums = tl.zeros([S.PARTS, S.ROWS, S.COLUMNS], tl.float32)
+    for begin in range(0, S.K, S.PARTS * S.CHUNK):
+        left = tl.load(mine + begin, mask=(row < rows)[None, :, None] & (begin + place < S.K), other=0.0)
+        right = tl.load(by + begin, mask=(column < S.N)[None, None, :] & (begin + across < S.K), other=0.0)
+        if S.CONVERTS:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    at = row[:, None] * S.N + column[None, :]
+    tl.store(out + at, tl.sum(sums, 0), mask=(row < rows)[:, None] & (column < S.N)[None, :])
 
 
 @lru_cache(maxsize=256)
-def _constants(rows: int, columns: int, inner: int) -> WideConstants:
-    places = triton.next_power_of_2(rows)
-    return WideConstants(K=inner, N=columns, ROWS=places, CHUNK=min(1024, triton.next_power_of_2(inner)))
+def _constants(tiles: Tiles, columns: int, inner: int) -> WideConstants:
+    return WideConstants(
+        K=inner, N=columns, ROWS=tiles.rows, COLUMNS=tiles.columns, PARTS=tiles.parts, CHUNK=tiles.chunk,
+        CONVERTS=is_interpreted(),
+    )  # fmt: skip
 
 
-def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tiles: Tiles | None = None) -> None:
     """Fill ``out`` [R, N] fp32 with few rows ``x`` [R, K] times ``weight`` [N, K] transposed, both bf16. All are
-    contiguous."""
+    contiguous. ``tiles``: in place of those that follow from R."""
     (rows, inner), columns = x.shape, weight.shape[0]
-    S = _constants(rows, columns, inner)
+    tiles = tiles or (FEW_ROWS if rows <= FEW_ROWS.rows else MANY_ROWS)
+    programs = ceil_div(rows, tiles.rows) * ceil_div(columns, tiles.columns)
     # Products are exact, so FMAs change no bit.
-    common.launch(wide_product_kernel, (x, weight, out, rows), S, columns, absent=out, fused=True, num_warps=4)
+    common.launch(
+        wide_product_kernel, (x, weight, out, rows), _constants(tiles, columns, inner), programs, absent=out,
+        num_programs=programs, fused=True, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
