@@ -16,7 +16,7 @@ from moelink.kernels.launch.row_launch import RowLauncher
 from moelink.nn import GatedMLP, MoE, RouterConfig, block_quantized, warmup
 from moelink.rows import choose, common_kernel, eager, grouped_gluon, grouped_gluon_few
 from moelink.transports.base import Rehearsal
-from moelink.tuning import FEW_ROWS
+from moelink.tuning import FEW_LOGITS, FEW_ROWS
 from moelink_bench.played import prepared_rows
 
 SIZES: dict[str, Any] = {
@@ -88,6 +88,7 @@ def test_a_call_prepares_nothing_after_a_warmup(
             out = layer(x, max_tokens=5 if tokens == 5 else None)
             if training:
                 out.backward(torch.ones_like(out))
+        layer.router(torch.ones(FEW_LOGITS, 256, dtype=ep.config.combine_dtype, requires_grad=training))
         assert prepares.made[known:] == []
 
 

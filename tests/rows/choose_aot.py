@@ -1,13 +1,14 @@
-"""Compiles the kernel that chooses experts for a GPU that is not there, with the sizes of a few models.
+"""Compiles a router's kernels for a GPU that is not there, with the sizes of a few models: logits, choice, gradient.
 
 ``python -m tests.rows.choose_aot sm_90`` needs TRITON_INTERPRET unset. No spills; rows are read in wide words; on
-NVIDIA one instruction reduces a warp.
+NVIDIA one instruction reduces a warp, and tensor cores multiply.
 """
 
+import re
 import sys
 
 from moelink_testing import lowered
-from tests.rows.row_forms import launches_of, run_choose, run_choose_gradient
+from tests.rows.row_forms import launches_of, run_choose, run_choose_gradient, run_wide_product
 
 MODELS = {
     "DeepSeek-V3": {"experts": 256, "topk": 8, "scoring": "sigmoid", "groups": 8, "score": "top2", "bias": True},
@@ -29,3 +30,12 @@ if __name__ == "__main__":
             ((kernel, spec),) = launches_of(run_choose_gradient, {**row, "gpu": target, "renormalize": renormalize})
             form = lowered(kernel, spec.types, spec.constants, target=target, **spec.options)
             assert not form.stack, f"{target} {name}: {form.stack} bytes of local memory for gradients"
+    for rows, sizes in ((1, (128, 2048)), (40, (256, 7168)), (16, (60, 2880))):
+        ((kernel, spec),) = launches_of(run_wide_product, {"rows": rows, "sizes": sizes, "gpu": target})
+        form = lowered(kernel, spec.types, spec.constants, target=target, **spec.options)
+        assert not form.stack, f"{target} {rows} rows, {sizes}: {form.stack} bytes of local memory"
+        if target.startswith("sm"):
+            assert "ld.global" not in form.assembly, f"{target} {rows} rows, {sizes}: loads that are waited for"
+            copies = set(re.findall(r"cp\.async\.c[ag].*, (\S+), \S+;", form.assembly))
+            assert copies == {"0x10"}, f"{target} {rows} rows, {sizes}: narrow copies {copies}"
+            assert "mma.sync.aligned.m16n8k16" in form.assembly, f"{target} {rows} rows, {sizes}: no tensor cores"

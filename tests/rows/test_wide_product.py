@@ -14,7 +14,7 @@ from moelink.nn import Router
 from moelink.rows import eager
 from moelink.rows import wide_product as module
 from moelink.rows.wide_product import wide_product
-from moelink.rows.wide_product_kernel import launch
+from moelink.rows.wide_product_kernel import FEW_ROWS, MANY_ROWS, Tiles, launch
 from moelink.tuning import FEW_LOGITS
 
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled here; GPU tests have the same")
@@ -71,20 +71,33 @@ def test_the_operator_follows_the_rules_of_operators() -> None:
 def test_the_example_of_the_kernel() -> None:
     x = torch.tensor([[1, 2], [3, 4]]).bfloat16()
     weight, out = torch.tensor([[1, 1], [1, 0], [0, 2]]).bfloat16(), torch.empty(2, 3)
-    launch(x, weight, out)
-    assert out.tolist() == [[3, 1, 4], [7, 3, 8]]
+    for tiles in (None, Tiles(rows=1, columns=2, parts=2, chunk=1, num_warps=1, num_stages=1)):
+        launch(x, weight, out.fill_(9), tiles)
+        assert out.tolist() == [[3, 1, 4], [7, 3, 8]]
+    column = weight[:, 1].contiguous()[:, None]
+    launch(x[:, 1].contiguous()[:, None], column, out)
+    assert out.tolist() == [[2, 0, 4], [4, 0, 8]], "part 1"
 
 
 @interpreted
-@pytest.mark.parametrize(("rows", "inner"), [(1, 1536), (3, 1024), (5, 2100), (8, 24)])
+@pytest.mark.parametrize(("rows", "inner"), [(1, 1536), (5, 2100), (FEW_ROWS.rows, 24), (2 * MANY_ROWS.rows + 3, 520)])
 def test_the_kernel_multiplies_few_rows_and_writes_no_others(rows: int, inner: int) -> None:
-    """A row longer than a chunk, by a part of one; fewer rows than places."""
-    x, weight = drawn(torch.bfloat16, 0, rows, inner).detach(), drawn(torch.bfloat16, 1, 7, inner).detach()
-    out = torch.full((rows + 1, 7), 5.0)
+    """Steps of a sum and a part of one; fewer rows and columns than tiles have, and more."""
+    x, weight = drawn(torch.bfloat16, 0, rows, inner).detach(), drawn(torch.bfloat16, 1, 35, inner).detach()
+    out = torch.full((rows + MANY_ROWS.rows, 35), 5.0)
     launch(x, weight, out[:rows])
     exact, terms = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
     assert bool(((out[:rows] - exact).abs() <= terms * 2.0**-22).all())
-    assert (out[rows] == 5).all()
+    assert (out[rows:] == 5).all()
+
+
+def test_tiles_fit_into_the_shared_memory_of_all_gpus() -> None:
+    """A stage less than the compiler is told, as the last is multiplied while another arrives."""
+    for tiles in (FEW_ROWS, MANY_ROWS):
+        stage = (tiles.rows + tiles.columns) * tiles.parts * tiles.chunk * 2
+        assert stage <= 2**16, "AMD"
+        assert stage * (tiles.num_stages - 1) <= 96 * 2**10
+        assert tiles.num_warps <= tiles.parts, "warps without a part repeat the products of others"
 
 
 @interpreted

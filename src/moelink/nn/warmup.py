@@ -45,8 +45,8 @@ def rehearse(layer: Layer, config: EPConfig, bounds: tuple[int, ...], *, trainin
     ):
         for bound in sorted({*bounds, *_by_rows(config, max(bounds))}):
             _call(layer, config, bound, training=training)
-        for power in range(FEW_LOGITS.bit_length()):  # the logits of few tokens have a kernel for each power of two
-            layer.router(_tokens(layer, config, 1 << power, training=training))
+        for count in (1, FEW_LOGITS):  # the logits of few tokens have tiles of few rows, and of more
+            layer.router(_tokens(layer, config, count, training=training))
 
 
 def _by_rows(config: EPConfig, most: int) -> set[int]:

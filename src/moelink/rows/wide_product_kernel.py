@@ -14,7 +14,7 @@ a CHUNK of 1, part 0 of the sums is [[1, 1, 0], [3, 3, 0]] and part 1 is [[2, 0,
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -44,8 +44,9 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-FEW_ROWS, MANY_ROWS = Tiles(16, 8, 8, 64, 8, 4), Tiles(32, 16, 4, 64, 4, 4)
-"""Tiles of up to 16 rows, and of more."""
+FEW_ROWS, MANY_ROWS = Tiles(16, 8, 8, 64, 8, 5), Tiles(32, 16, 4, 64, 4, 5)
+"""Tiles of up to FEW_ROWS.rows rows, and of more. A program of either has 96 KiB of shared memory, as GPUs of compute
+capability 8.0 and later do."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -55,7 +56,7 @@ class WideConstants(Constants):
     Attributes:
         K, N: columns of a row and of the output.
         ROWS, COLUMNS, PARTS, CHUNK: as of :class:`Tiles`.
-        CONVERTS: multiply numbers converted to fp32, since the interpreter multiplies no bf16.
+        FACTORS: the dtype of what is multiplied, fp32 interpreted, since the interpreter multiplies no bf16.
         DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
     """
 
@@ -65,7 +66,7 @@ class WideConstants(Constants):
     COLUMNS: int
     PARTS: int
     CHUNK: int
-    CONVERTS: bool
+    FACTORS: Any
     DEPENDENT_LAUNCH: bool = False
 
 
@@ -84,9 +85,7 @@ def wide_product_kernel(x, weight, out, rows, S: tl.constexpr):
     for begin in range(0, S.K, S.PARTS * S.CHUNK):
         left = tl.load(mine + begin, mask=(row < rows)[None, :, None] & (begin + place < S.K), other=0.0)
         right = tl.load(by + begin, mask=(column < S.N)[None, None, :] & (begin + across < S.K), other=0.0)
-        if S.CONVERTS:
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        sums = tl.dot(left, right, sums, input_precision="ieee")
+        sums = tl.dot(left.to(S.FACTORS), right.to(S.FACTORS), sums, input_precision="ieee")
     at = row[:, None] * S.N + column[None, :]
     tl.store(out + at, tl.sum(sums, 0), mask=(row < rows)[:, None] & (column < S.N)[None, :])
 
@@ -95,7 +94,7 @@ def wide_product_kernel(x, weight, out, rows, S: tl.constexpr):
 def _constants(tiles: Tiles, columns: int, inner: int) -> WideConstants:
     return WideConstants(
         K=inner, N=columns, ROWS=tiles.rows, COLUMNS=tiles.columns, PARTS=tiles.parts, CHUNK=tiles.chunk,
-        CONVERTS=is_interpreted(),
+        FACTORS=tl.float32 if is_interpreted() else tl.bfloat16,
     )  # fmt: skip
 
 
@@ -105,8 +104,9 @@ def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tiles: Tile
     (rows, inner), columns = x.shape, weight.shape[0]
     tiles = tiles or (FEW_ROWS if rows <= FEW_ROWS.rows else MANY_ROWS)
     programs = ceil_div(rows, tiles.rows) * ceil_div(columns, tiles.columns)
+    stages = min(2, tiles.num_stages) if torch.version.hip else tiles.num_stages  # AMD's have 64 KiB
     # Products are exact, so FMAs change no bit.
     common.launch(
         wide_product_kernel, (x, weight, out, rows), _constants(tiles, columns, inner), programs, absent=out,
-        num_programs=programs, fused=True, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_programs=programs, fused=True, num_warps=tiles.num_warps, num_stages=stages,
     )  # fmt: skip
