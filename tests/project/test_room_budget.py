@@ -30,7 +30,7 @@ BUDGET = {
     "kernels/launch": 2238,
     "kernels/nodes": 1353,
     "kernels/sync": 1314,
-    "rows": 3458,
+    "rows": 3502,
     "transports": 2046,
     "transports/collective": 1829,
     "transports/symmetric": 2269,
