@@ -63,6 +63,6 @@ FEW_ROWS = (16, 16), (32, 32), (127, 64)
 and the rows of its tiles. A buffer has room for all rows that may come, so groups have fewer. Lab, *The layer*, *Few
 rows of each group*."""
 
-FEW_LOGITS = 128
-"""Most tokens whose logits ``rows.wide_product_kernel`` computes, in place of torch's product. Lab, *The layer*,
-*Router*: the layer takes 67.2 -> 63.6 us at 1 token and 105.8 -> 100.1 at 8."""
+FEW_LOGITS, FEW_PRODUCTS = 256, 1 << 26
+"""Most tokens whose logits ``rows.wide_product_kernel`` computes, and most products of numbers (tokens x experts x
+columns), in place of torch's product. Lab, *The layer*, *Router*."""

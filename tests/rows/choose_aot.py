@@ -30,11 +30,11 @@ if __name__ == "__main__":
             ((kernel, spec),) = launches_of(run_choose_gradient, {**row, "gpu": target, "renormalize": renormalize})
             form = lowered(kernel, spec.types, spec.constants, target=target, **spec.options)
             assert not form.stack, f"{target} {name}: {form.stack} bytes of local memory for gradients"
-    for rows, sizes in ((1, (128, 2048)), (40, (256, 7168)), (16, (60, 2880))):
+    for rows, sizes in ((3, (128, 2048)), (36, (256, 7168)), (128, (60, 2880))):
         ((kernel, spec),) = launches_of(run_wide_product, {"rows": rows, "sizes": sizes, "gpu": target})
         form = lowered(kernel, spec.types, spec.constants, target=target, **spec.options)
-        assert not form.stack, f"{target} {rows} rows, {sizes}: {form.stack} bytes of local memory"
         if target.startswith("sm"):
+            assert not form.stack, f"{target} {rows} rows, {sizes}: {form.stack} bytes of local memory"
             assert "ld.global" not in form.assembly, f"{target} {rows} rows, {sizes}: loads that are waited for"
             copies = set(re.findall(r"cp\.async\.c[ag].*, (\S+), \S+;", form.assembly))
             assert copies == {"0x10"}, f"{target} {rows} rows, {sizes}: narrow copies {copies}"

@@ -280,7 +280,7 @@ def run_choose_gradient(row: Row) -> None:
         choose_kernel.launch_gradient(grad, logits, empty(ROWS, row["topk"]), torch.empty_like(logits), choice)
 
 
-WIDE_PRODUCT = {"rows": (1, 16, 40), "sizes": ((128, 2048), (256, 7168), (60, 2880)), "gpu": ("sm_90", "gfx942")}
+WIDE_PRODUCT = {"rows": (1, 16, 200), "sizes": ((128, 2048), (256, 7168), (60, 2880)), "gpu": ("sm_90", "gfx942")}
 
 
 def run_wide_product(row: Row) -> None:

@@ -14,7 +14,7 @@ from moelink.nn import Router
 from moelink.rows import eager
 from moelink.rows import wide_product as module
 from moelink.rows.wide_product import wide_product
-from moelink.rows.wide_product_kernel import FEW_ROWS, MANY_ROWS, Tiles, launch
+from moelink.rows.wide_product_kernel import BY_FMA, FEW_ROWS, MANY_ROWS, Tiles, launch, tiles_of
 from moelink.tuning import FEW_LOGITS
 
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled here; GPU tests have the same")
@@ -80,7 +80,7 @@ def test_the_example_of_the_kernel() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("rows", "inner"), [(1, 1536), (5, 2100), (FEW_ROWS.rows, 24), (2 * MANY_ROWS.rows + 3, 520)])
+@pytest.mark.parametrize(("rows", "inner"), [(1, 1536), (2, 2100), (5, 2100), (8, 24), (205, 520)])
 def test_the_kernel_multiplies_few_rows_and_writes_no_others(rows: int, inner: int) -> None:
     """Steps of a sum and a part of one; fewer rows and columns than tiles have, and more."""
     x, weight = drawn(torch.bfloat16, 0, rows, inner).detach(), drawn(torch.bfloat16, 1, 35, inner).detach()
@@ -89,6 +89,24 @@ def test_the_kernel_multiplies_few_rows_and_writes_no_others(rows: int, inner: i
     exact, terms = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
     assert bool(((out[:rows] - exact).abs() <= terms * 2.0**-22).all())
     assert (out[rows:] == 5).all()
+
+
+@pytest.mark.parametrize(
+    "rows, columns, tiles",
+    [(1, 128, BY_FMA), (2, 8, BY_FMA), (3, 128, FEW_ROWS), (64, 128, FEW_ROWS), (65, 128, MANY_ROWS),
+     (1024, 8, FEW_ROWS), (1025, 8, MANY_ROWS)],
+)  # fmt: skip
+def test_the_number_of_tiles_chooses_them(rows: int, columns: int, tiles: Tiles) -> None:
+    assert tiles_of(rows, columns) == tiles
+
+
+@pytest.mark.parametrize(
+    "rows, columns, few",
+    [(0, 24, False), (1, 24, True), (FEW_LOGITS, 24, True), (FEW_LOGITS + 1, 24, False),
+     (36, 7168, True), (37, 7168, False)],
+)  # fmt: skip
+def test_which_logits_are_few(rows: int, columns: int, few: bool) -> None:
+    assert module.has_few_logits(rows, torch.empty(256, columns, device="meta")) == few
 
 
 def test_tiles_fit_into_the_shared_memory_of_all_gpus() -> None:

@@ -21,7 +21,7 @@ from moelink.nn.router import Router
 from moelink.output import DispatchHandle, DispatchOutput, OutputShape
 from moelink.rows.dequantize import dequantized
 from moelink.rows.scale_rows import cast_rows, row_gradients
-from moelink.tuning import FEW_LOGITS, FEW_ROWS
+from moelink.tuning import FEW_LOGITS, FEW_PRODUCTS, FEW_ROWS
 
 
 class Layer(Protocol):
@@ -45,8 +45,14 @@ def rehearse(layer: Layer, config: EPConfig, bounds: tuple[int, ...], *, trainin
     ):
         for bound in sorted({*bounds, *_by_rows(config, max(bounds))}):
             _call(layer, config, bound, training=training)
-        for count in (1, FEW_LOGITS):  # the logits of few tokens have tiles of few rows, and of more
+        for count in _few_logits(layer.router.weight):
             layer.router(_tokens(layer, config, count, training=training))
+
+
+def _few_logits(weight: torch.Tensor) -> set[int]:
+    """Return numbers of tokens whose logits have, together, all forms of their kernel, with a router's ``weight``."""
+    most = min(FEW_LOGITS, FEW_PRODUCTS // weight.numel())
+    return {1 << power for power in range(most.bit_length())} | {most} - {0}
 
 
 def _by_rows(config: EPConfig, most: int) -> set[int]:

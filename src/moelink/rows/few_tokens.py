@@ -14,7 +14,6 @@ from torch import Tensor
 
 from moelink.rows import choose, eager, wide_product
 from moelink.rows.choice import Choice
-from moelink.tuning import FEW_LOGITS
 
 
 def are_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -26,7 +25,7 @@ def are_few(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if not x.dtype == weight.dtype == torch.bfloat16 or (bias is not None and bias.dtype != torch.float32):
         return False
     records = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return not records and 0 < x.shape[0] <= FEW_LOGITS
+    return not records and wide_product.has_few_logits(x.shape[0], weight)
 
 
 def route_few(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> tuple[Tensor, ...]:

@@ -4,8 +4,8 @@ A product of two bf16 numbers is exact in fp32. So tensor cores that sum these i
 numbers gives, but for the order of the sum. Torch has this as ``torch.mm(..., out_dtype=torch.float32)`` since 2.8,
 for CUDA and without a gradient. Here it is an operator whose gradient is computed from numbers converted to fp32.
 
-Up to tuning.FEW_LOGITS rows are multiplied by a kernel (:mod:`moelink.rows.wide_product_kernel`): in one launch, where
-the library's product of so few may take two. Calls with gradients and without, and compiled ones, take the same. The
+Few rows (:func:`has_few_logits`) are multiplied by a kernel (:mod:`moelink.rows.wide_product_kernel`): in one launch,
+where the library's product of so few may take two. Calls with gradients and without, and compiled ones, take the same. The
 order of a sum, and so its last bits, depends on the number of rows, as with the library.
 
 The library's is for bf16 rows and weights on NVIDIA GPUs from compute capability 8.0 on, the kernel for all GPUs. All
@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from moelink.errors import ArgumentError
 from moelink.rows import eager
-from moelink.tuning import FEW_LOGITS
+from moelink.tuning import FEW_LOGITS, FEW_PRODUCTS
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -48,8 +48,13 @@ def has_wide_sums(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def has_few_logits(rows: int, weight: Tensor) -> bool:
+    """Return whether the kernel multiplies so many rows and ``weight`` [N, K]."""
+    return 0 < rows <= FEW_LOGITS and rows * weight.shape[0] * weight.shape[1] <= FEW_PRODUCTS
+
+
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    if 0 < x.shape[0] <= FEW_LOGITS and eager.takes_kernels(x):
+    if eager.takes_kernels(x) and has_few_logits(x.shape[0], weight):
         return eager.repeated((x.contiguous(), weight.contiguous()), by_kernel)[0]
     if has_wide_sums(x.device):
         return torch.mm(x, weight.t(), out_dtype=torch.float32)

@@ -3,7 +3,8 @@
 A program computes one tile of the output, ROWS x COLUMNS, by tensor cores. Few rows have few tiles, so the sums are cut
 within a program: columns of a row are taken in steps of PARTS * CHUNK, part p of each step has the CHUNK columns from
 p * CHUNK on, and the parts are the batch of a batched product, in which warps have parts of their own. At the end each
-tile adds up its parts. All this has the same order in every call with as many rows, and so the same bits.
+tile adds up its parts. For one or two rows this takes longer than FMAs: then a program has one column, and its sums
+CHUNK parts. All this has the same order in every call with as many rows, and so the same bits.
 
 A product of two bf16 numbers is exact in fp32. A library lets several CTAs share a sum of so few rows, and a second
 launch adds their parts up.
@@ -32,7 +33,8 @@ class Tiles(NamedTuple):
 
     Attributes:
         rows, columns: of a tile of the output.
-        parts: of a sum, side by side. chunk: columns of a row that a part takes at a time. Powers of two.
+        parts: of a sum, side by side; 0 for one column and FMAs. chunk: columns of a row that a part takes at a time.
+            Powers of two.
         num_warps, num_stages: of the compiler.
     """
 
@@ -44,9 +46,10 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-FEW_ROWS, MANY_ROWS = Tiles(16, 8, 8, 64, 8, 5), Tiles(32, 16, 4, 64, 4, 5)
-"""Tiles of up to FEW_ROWS.rows rows, and of more. A program of either has 96 KiB of shared memory, as GPUs of compute
-capability 8.0 and later do."""
+BY_FMA, FEW_ROWS, MANY_ROWS = Tiles(2, 1, 0, 1024, 4, 1), Tiles(8, 8, 8, 128, 8, 4), Tiles(16, 8, 4, 128, 4, 5)
+"""Tiles of up to BY_FMA.rows rows, of so few that there are at most FEW_TILES, and of more. A program of the latter two
+has 96 KiB of shared memory, as GPUs of compute capability 8.0 and later do."""
+FEW_TILES = 128
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -70,10 +73,23 @@ class WideConstants(Constants):
     DEPENDENT_LAUNCH: bool = False
 
 
-@triton.jit(do_not_specialize=["rows"])
-def wide_product_kernel(x, weight, out, rows, S: tl.constexpr):
-    """See the module. Program p has tile p % A of columns, and of rows p // A, with A tiles side by side."""
-    follow_previous_launch(S)
+@triton.jit
+def _by_fma(x, weight, out, rows, S: tl.constexpr):
+    """Compute one column for all rows."""
+    column = tl.program_id(0)
+    row, place = tl.arange(0, S.ROWS)[:, None], tl.arange(0, S.CHUNK)[None, :]
+    sums = tl.zeros([S.ROWS, S.CHUNK], tl.float32)
+    for first in tl.static_range(0, S.K, S.CHUNK):
+        exists = first + place < S.K
+        by = tl.load(weight + column * S.K + first + place, mask=exists, other=0.0).to(tl.float32)
+        mine = tl.load(x + row * S.K + first + place, mask=exists & (row < rows), other=0.0).to(tl.float32)
+        sums += mine * by
+    tl.store(out + row * S.N + column, tl.sum(sums, 1)[:, None], mask=row < rows)
+
+
+@triton.jit
+def _by_tensor_cores(x, weight, out, rows, S: tl.constexpr):
+    """Compute tile p % A of columns and p // A of rows, with A tiles side by side."""
     ACROSS: tl.constexpr = (S.N + S.COLUMNS - 1) // S.COLUMNS
     row = tl.program_id(0) // ACROSS * S.ROWS + tl.arange(0, S.ROWS)
     column = tl.program_id(0) % ACROSS * S.COLUMNS + tl.arange(0, S.COLUMNS)
@@ -90,6 +106,24 @@ def wide_product_kernel(x, weight, out, rows, S: tl.constexpr):
     tl.store(out + at, tl.sum(sums, 0), mask=(row < rows)[:, None] & (column < S.N)[None, :])
 
 
+@triton.jit(do_not_specialize=["rows"])
+def wide_product_kernel(x, weight, out, rows, S: tl.constexpr):
+    """See the module. Each program has one tile."""
+    follow_previous_launch(S)
+    if S.PARTS == 0:
+        _by_fma(x, weight, out, rows, S)
+    else:
+        _by_tensor_cores(x, weight, out, rows, S)
+
+
+def tiles_of(rows: int, columns: int) -> Tiles:
+    """Return the tiles of an output of so many ``rows`` and ``columns``."""
+    if rows <= BY_FMA.rows:
+        return BY_FMA
+    few = ceil_div(rows, FEW_ROWS.rows) * ceil_div(columns, FEW_ROWS.columns) <= FEW_TILES
+    return FEW_ROWS if few else MANY_ROWS
+
+
 @lru_cache(maxsize=256)
 def _constants(tiles: Tiles, columns: int, inner: int) -> WideConstants:
     return WideConstants(
@@ -102,7 +136,7 @@ def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tiles: Tile
     """Fill ``out`` [R, N] fp32 with few rows ``x`` [R, K] times ``weight`` [N, K] transposed, both bf16. All are
     contiguous. ``tiles``: in place of those that follow from R."""
     (rows, inner), columns = x.shape, weight.shape[0]
-    tiles = tiles or (FEW_ROWS if rows <= FEW_ROWS.rows else MANY_ROWS)
+    tiles = tiles or tiles_of(rows, columns)
     programs = ceil_div(rows, tiles.rows) * ceil_div(columns, tiles.columns)
     stages = min(2, tiles.num_stages) if torch.version.hip else tiles.num_stages  # AMD's have 64 KiB
     # Products are exact, so FMAs change no bit.
