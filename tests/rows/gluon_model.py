@@ -2,9 +2,9 @@
 
 Triton's interpreter does not know Gluon. But a kernel's functions are Python: here they run with :class:`Language` in
 place of the modules that they import, each partition of warps as a greenlet, with torch tensors for blocks. Mbarriers
-count arrivals and bytes, and end their phases as the hardware's do. A copy by TMA spoils its destination at once and
-delivers at a random later moment. A product on the tensor cores reads its operands when it is issued and when it is
-waited for; between, they must not change.
+count arrivals and bytes, and end their phases as the hardware's do. A copy, by TMA or by threads, spoils its destination
+at once and delivers at a random later moment; what no copy delivers is spoiled from the start. A product on the tensor
+cores reads its operands when it is issued and when it is waited for; between, they must not change.
 
 So a stage that is loaded too early, read too early or given back too early shows as a wrong number, as
 :class:`Overwritten`, or as :class:`Deadlock`. Warps within a partition are one.
@@ -13,6 +13,7 @@ So a stage that is loaded too early, read too early or given back too early show
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -56,13 +57,16 @@ class Descriptor:
 
 
 class Shared:
-    """Shared memory: ``index`` gives a part of it."""
+    """Shared memory: ``index`` and ``slice`` give a part of it."""
 
     def __init__(self, data: torch.Tensor, transposed: bool = False) -> None:
         self.data, self.transposed = data, transposed
 
     def index(self, number: Any) -> Shared:
         return Shared(self.data[int(number)])
+
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.data[start : start + length])
 
     def permute(self, _order: Any) -> Shared:
         return Shared(self.data, not self.transposed)
@@ -85,6 +89,16 @@ class Barriers:
 
     def index(self, number: Any) -> Any:
         return self.each[int(number)]
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy that is under way: it tells ``barrier`` of its bytes, or, without one, is that of threads of ``part``."""
+
+    to: torch.Tensor
+    data: torch.Tensor
+    barrier: Any = None
+    part: Any = None
 
 
 class Product:
@@ -121,8 +135,13 @@ class Language:
 
     def __init__(self, program: int, programs: int, seed: int) -> None:
         self.program, self.programs, self.random = program, programs, random.Random(seed)
-        self.copies: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
-        self.tma = self.mbarrier = self
+        self.copies: list[Copy] = []
+        self.arrivals: list[tuple[Any, list[Copy]]] = []
+        self.mbarrier = self
+        self.tma = SimpleNamespace(async_copy_global_to_shared=self.copy_box)
+        self.async_copy = SimpleNamespace(
+            async_copy_global_to_shared=self.copy_places, mbarrier_arrive=self.arrive_behind_copies
+        )
         for name in ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "SwizzledSharedLayout"):
             setattr(self, name, lambda *_: None)
         self.MBarrierLayout = lambda: "barriers"
@@ -130,7 +149,8 @@ class Language:
     def names(self) -> dict[str, Any]:
         """Return the values that replace the globals of a kernel's module."""
         return {
-            "gl": self, "tl": self, "tma": self, "mbarrier": self, "fence_async_shared": lambda: None,
+            "gl": self, "tl": self, "tma": self.tma, "async_copy": self.async_copy, "mbarrier": self,
+            "fence_async_shared": lambda: None,
             "warpgroup_mma": self.warpgroup_mma, "warpgroup_mma_wait": self.warpgroup_mma_wait,
         }  # fmt: skip
 
@@ -171,8 +191,10 @@ class Language:
     def wait(self, barrier: Any, phase: Any) -> None:
         self.switch(lambda: barrier.phase % 2 != int(phase))
 
-    def expect(self, barrier: Any, size: int) -> None:
+    def expect(self, barrier: Any, size: int, pred: Any = True) -> None:
         self.switch()
+        if not pred:
+            return
         barrier.bytes += size
         barrier.left -= 1
         self._settle(barrier)
@@ -182,10 +204,47 @@ class Language:
         barrier.left -= count
         self._settle(barrier)
 
-    def async_copy_global_to_shared(self, source: Descriptor, at: list[Any], barrier: Any, to: Shared) -> None:
+    def copy_box(self, source: Descriptor, at: list[Any], barrier: Any, to: Shared, pred: Any = True) -> None:
+        """Copy a box by TMA."""
         self.switch()
-        to.data.fill_(SPOILED)
-        self.copies.append((barrier, to.data, source.read(*map(int, at))))
+        if pred:
+            self._copy(Copy(to.data, source.read(*map(int, at)), barrier))
+
+    def copy_places(self, to: Shared, pointer: Pointer) -> None:
+        """Copy a block of places, each of them by a thread of this partition."""
+        self.switch()
+        self._copy(Copy(to.data, self.load(pointer), part=getcurrent()))
+
+    def _copy(self, copy: Copy) -> None:
+        assert copy.to.shape == copy.data.shape
+        copy.to.fill_(SPOILED)
+        self.copies.append(copy)
+
+    def arrive_behind_copies(self, barrier: Any, *, increment_count: bool) -> None:
+        """An arrival of each of 32 threads, once what this partition's threads have copied so far is delivered."""
+        assert not increment_count
+        self.switch()
+        here = getcurrent()
+        self.arrivals.append((barrier, [copy for copy in self.copies if copy.part is here]))
+        self._arrive_behind_copies()
+
+    def _arrive_behind_copies(self) -> None:
+        waiting = []
+        for barrier, copies in self.arrivals:
+            if any(copy in self.copies for copy in copies):
+                waiting.append((barrier, copies))
+            else:
+                barrier.left -= 32
+                self._settle(barrier)
+        self.arrivals = waiting
+
+    def _deliver(self, copy: Copy) -> None:
+        self.copies.remove(copy)
+        copy.to.copy_(copy.data)
+        if copy.barrier is not None:
+            copy.barrier.bytes -= copy.data.numel()
+            self._settle(copy.barrier)
+        self._arrive_behind_copies()
 
     def warpgroup_mma(self, left: Shared, right: Shared, plus: Any, *, use_acc: bool, is_async: bool) -> Product:
         assert is_async
@@ -220,10 +279,7 @@ class Language:
             if not able and not self.copies:
                 raise Deadlock(f"{len(running)} of {len(parts)} partitions wait for ever")
             if self.copies and (not able or self.random.random() < 0.3):
-                barrier, to, data = self.copies.pop(self.random.randrange(len(self.copies)))
-                to.copy_(data)
-                barrier.bytes -= data.numel()
-                self._settle(barrier)
+                self._deliver(self.random.choice(self.copies))
                 continue
             part = self.random.choice(able)
             part.switch()

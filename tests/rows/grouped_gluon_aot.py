@@ -1,10 +1,12 @@
-"""Compiles the grouped fp8 product in Gluon for sm_90, on a machine without a GPU. Prints a JSON object for each form.
+"""Compiles a grouped fp8 product in Gluon for sm_90, on a machine without a GPU: ``python grouped_gluon_aot.py many``,
+or with ``few`` that of few rows. Prints a JSON object for each form.
 
 Needs TRITON_INTERPRET unset.
 """
 
 import json
 import re
+import sys
 
 import torch
 import triton
@@ -12,46 +14,69 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from moelink.rows.grouped_gluon import PART_ROWS, constants_of, grouped_gluon_kernel
+from moelink.rows import grouped_gluon as many
+from moelink.rows import grouped_gluon_few as few
 from moelink_testing.lowering import Lowered, source
 
+FIRST, SECOND, ODD, ONE = map(torch.Size, ([32, 4096, 7168], [32, 7168, 2048], [130, 200, 384], [1, 136, 128]))
+"""Of DeepSeek-V3, with odd columns, and of one block."""
 FORMS = {
-    "DeepSeek-V3": (torch.Size([32, 4096, 7168]), "bf16"), "its second product": (torch.Size([32, 7168, 2048]), "bf16"),
-    "odd columns": (torch.Size([130, 200, 384]), "bf16"), "one block": (torch.Size([1, 136, 128]), "fp32"),
+    "many": {
+        "DeepSeek-V3": (FIRST, "bf16"), "its second product": (SECOND, "bf16"), "odd columns": (ODD, "bf16"),
+        "one block": (ONE, "fp32"),
+    },
+    "few": {
+        "DeepSeek-V3": (FIRST, "bf16", 16), "its second product": (SECOND, "bf16", 64), "odd columns": (ODD, "bf16", 32),
+        "one block": (ONE, "fp32", 64),
+    },
 }  # fmt: skip
+"""Shape of the weights, dtype of the output, and rows of a tile."""
 
 GIVEN_BACK = r"wgmma\.wait_group\S*\s+0;(?:(?!wgmma).)*?bar\.sync[^;]*;(?:(?!bar\.sync).)*?mbarrier\.arrive\.shared"
 """A consumer waits for its products, all of its warps meet, and then a stage is given back."""
 
 
-def compiled(weight, out):
-    """The compiled kernel for weights of shape ``weight``."""
+def launch_of(weight, tile_rows=None):
+    """The kernel, the rows of its boxes of rows and weights, its constants, its options, and registers of a thread."""
+    if tile_rows is None:
+        registers = [many.CONSUMER_REGISTERS, many.PRODUCER_REGISTERS]
+        return many.grouped_gluon_kernel, (many.PART_ROWS, many.BLOCK), many.constants_of(weight), {}, registers
+    most = few.REGISTERS[tile_rows]
+    boxes, constants = (few.ROW_BOX, few.COLUMNS), few.constants_of(weight, tile_rows)
+    return few.grouped_gluon_few_kernel, boxes, constants, {"maxnreg": most}, [most, few.PRODUCER_REGISTERS]
+
+
+def compiled(weight, out, *rows):
+    """The compiled kernel for weights of shape ``weight``, and the registers that it asks for."""
+    kernel, boxes, constants, options, registers = launch_of(weight, *rows)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    codes, codes_of_weight = (f"tensordesc<fp8e4nv[{box}, 128],{layout!r}>" for box in boxes)
     arguments = {
-        "codes": f"tensordesc<fp8e4nv[{PART_ROWS}, 128],{layout!r}>", "scales": "*fp32", "row_offsets": "*i32",
-        "weight": f"tensordesc<fp8e4nv[128, 128],{layout!r}>", "weight_scales": "*fp32", "out": f"*{out}",
-        "rows": "i32",
+        "codes": codes, "scales": "*fp32", "row_offsets": "*i32", "weight": codes_of_weight, "weight_scales": "*fp32",
+        "out": f"*{out}", "rows": "i32",
     }  # fmt: skip
-    made = source(grouped_gluon_kernel, arguments, {"S": constants_of(weight)})
+    made = source(kernel, arguments, {"S": constants})
     made = GluonASTSource(made.fn, made.signature, made.constants, made.attrs)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
+    options = {"num_warps": 4, "enable_fp_fusion": False, **options}
     binary = triton.compile(made, target=GPUTarget("cuda", 90, 32), options=options)
-    return Lowered("sm_90", {k: v for k, v in binary.asm.items() if isinstance(v, str | bytes)}, binary.metadata.shared)
+    stages = {name: code for name, code in binary.asm.items() if isinstance(code, str | bytes)}
+    return Lowered("sm_90", stages, binary.metadata.shared), registers
 
 
-def describe(name, form):
+def describe(name, form, registers):
     """Counts of what the kernel rests on."""
     text = form.assembly
     back = re.findall(GIVEN_BACK, text, re.S)
     return {
-        "form": name, "wgmma": len(re.findall(r"wgmma\.mma_async\S*m64n128k32\S*\.e4m3\.e4m3", text)),
+        "form": name, "wgmma": len(re.findall(r"wgmma\.mma_async\S*m64n\d+k32\S*\.e4m3\.e4m3", text)),
         "tma": len(re.findall(r"cp\.async\.bulk\.tensor\S*global", text)),
-        "registers": re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", text),
+        "registers": list(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", text))),
+        "wanted_registers": registers,
         "given_back": len(back), "local": form.stack, "shared": form.shared,
-        "narrow_stores": len(re.findall(r"st\.global\.b(?:8|16)\b", text)),
+        "narrow_stores": len(re.findall(r"st\.global\.(?!v4\.b32)", text)),
     }  # fmt: skip
 
 
 if __name__ == "__main__":
-    for name, form in FORMS.items():
-        print(json.dumps(describe(name, compiled(*form))), flush=True)
+    for name, form in FORMS[sys.argv[1]].items():
+        print(json.dumps(describe(name, *compiled(*form))), flush=True)

@@ -1,0 +1,108 @@
+"""Runs the sources of the grouped fp8 products in Gluon, and what their tests have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from moelink.rows import grouped_gluon, grouped_gluon_few
+from tests.kernels.test_kernels_aot import output_of
+from tests.rows.gluon_model import Descriptor, Language, Pointer, rebuilt
+from tests.rows.grouped_fp8_cases import FP32_SUMS, POISON, Problem, error_over_bound
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel: its module and name there, its launch constants for weights of a shape, and the rows of the boxes in
+    which it loads rows and weights."""
+
+    module: ModuleType
+    name: str
+    constants_of: Callable[[torch.Size], Any]
+    boxes: tuple[int, int]
+
+    def constants(self, weight: torch.Size) -> SimpleNamespace:
+        """Launch constants as numbers."""
+        given = self.constants_of(weight)
+        values = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+        return SimpleNamespace(**{name: getattr(value, "value", value) for name, value in values.items()})
+
+    def run(
+        self, given: Problem, out: torch.Tensor, *, programs: int = 2, seed: int = 0, language: Language | None = None,
+    ) -> None:  # fmt: skip
+        """Do what the kernel's source does with ``given``, one CTA after the other, or the one of ``language``."""
+        weight = given.weight.codes
+        for program in range(programs) if language is None else (0,):
+            kernel = rebuilt(self.module, self.name, language or Language(program, programs, seed + program))
+            kernel(
+                Descriptor(given.codes, (self.boxes[0], 128)), Pointer(given.scales), Pointer(given.offsets),
+                Descriptor(weight.view(-1, weight.shape[2]), (self.boxes[1], 128)), Pointer(given.weight.scales),
+                Pointer(out), len(given.codes), self.constants(weight.shape),
+            )  # fmt: skip
+
+    def product(self, given: Problem, dtype: torch.dtype = torch.float32, **how: Any) -> torch.Tensor:
+        """Return the output that the kernel's source computes for ``given``."""
+        out = torch.full((given.codes.shape[0], given.weight.codes.shape[1]), POISON, dtype=dtype)
+        self.run(given, out, **how)
+        return out
+
+    def assert_schedules_keep_the_bound(self, given: Problem) -> None:
+        """Whether the product of ``given`` is right under some schedules, of one, two and three CTAs."""
+        for seed in range(3):
+            out = self.product(given, programs=1 + seed, seed=10 * seed)
+            assert (out[given.rows :] == POISON).all(), "rows that do not exist are not written"
+            assert error_over_bound(out, given, FP32_SUMS) <= 1
+
+
+MANY = Source(grouped_gluon, "grouped_gluon_kernel", grouped_gluon.constants_of, (64, 128))
+FEW = {
+    rows: Source(
+        grouped_gluon_few, "grouped_gluon_few_kernel", partial(grouped_gluon_few.constants_of, tile_rows=rows), (16, 64)
+    )
+    for rows in (16, 32, 64)
+}  # fmt: skip
+"""By the rows of a tile."""
+
+
+class Recorder(Language):
+    """Notes what is waited for, of which array of barriers, in the order in which the kernel makes them."""
+
+    def __init__(self, *given: int) -> None:
+        super().__init__(*given)
+        self.arrays: list[Any] = []
+        self.waits: list[tuple[int, int, int]] = []
+
+    def allocate_shared_memory(self, *given: Any) -> Any:
+        made = super().allocate_shared_memory(*given)
+        if given[2] == "barriers":
+            self.arrays.append(made.each)
+        return made
+
+    def wait(self, barrier: Any, phase: Any) -> None:
+        place = [(a, s) for a, array in enumerate(self.arrays) for s, each in enumerate(array) if each is barrier]
+        self.waits.append((*place[0], int(phase)))
+        super().wait(barrier, phase)
+
+    def waits_for_empty_stages(self) -> list[tuple[int, int]]:
+        """(stage, parity) of each wait of the producer."""
+        return [(stage, phase) for array, stage, phase in self.waits if array == 1]
+
+
+def assert_forms_are_compiled(kernel: str, *, wgmma: int) -> None:
+    """Whether ``grouped_gluon_aot`` makes of each form of a kernel what the kernel rests on."""
+    found = [json.loads(line) for line in output_of("rows.grouped_gluon_aot", kernel)]
+    assert len(found) == 4
+    for each in found:
+        assert not each["local"], f"{each} spills"
+        assert each["shared"] <= 227 << 10, f"{each} overflows an SM"
+        assert each["wgmma"] == wgmma, each
+        assert not each["narrow_stores"], f"{each}: expected stores of 16 bytes"
+        assert each["given_back"] == 2, f"{each}: expected all warps of a consumer to meet before a stage is given back"
+        assert set(each["wanted_registers"]) <= set(each["registers"]), each
