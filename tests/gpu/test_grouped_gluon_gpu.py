@@ -1,6 +1,8 @@
-"""The grouped fp8 product in Gluon, on a device of compute capability 9.0: the bound in fp64, and the Triton kernel."""
+"""The grouped fp8 products in Gluon, on a device of compute capability 9.0: the bound in fp64, and the Triton kernel."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ pytestmark = [
 
 SHAPES = {
     "one full tile": ((128,), 0, 256, 256),
+    "a row of each group": ((1,) * 32, 0, 1152, 328),
     "one row": ((0, 1, 0), 3, 256, 256),
     "one block of K": ((36, 128), 5, 128, 256),
     "groups end inside tiles": ((4, 0, 260, 64, 68, 0, 129, 127), 1000, 384, 600),
@@ -37,19 +40,39 @@ SHAPES = {
 }
 
 
-def product(given: Problem, *, dtype: torch.dtype = torch.bfloat16, **options: int) -> torch.Tensor:
-    from moelink.rows.grouped_gluon import launch
+TILE_ROWS = (None, 16, 32, 64)
+"""Of the product of few rows; None stands for that of many."""
 
+
+@pytest.fixture(params=TILE_ROWS, ids=["many", "few-16", "few-32", "few-64"])
+def fill(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Fills the output of a problem."""
+
+    def fill(given: Problem, out: torch.Tensor, **options: int) -> None:
+        from moelink.rows import grouped_gluon, grouped_gluon_few
+
+        arguments = (given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out)
+        if request.param is None:
+            grouped_gluon.launch(*arguments, **options)
+        else:
+            grouped_gluon_few.launch(*arguments, request.param, **options)
+
+    return fill
+
+
+def product(
+    fill: Callable[..., None], given: Problem, *, dtype: torch.dtype = torch.bfloat16, **options: int
+) -> torch.Tensor:
     out = torch.full((given.codes.shape[0], given.weight.codes.shape[1]), POISON, dtype=dtype, device="cuda")
-    launch(given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out, **options)
+    fill(given, out, **options)
     torch.cuda.synchronize()
     return out
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_product_keeps_the_bound(name: str) -> None:
+def test_the_product_keeps_the_bound(fill: Callable[..., None], name: str) -> None:
     given = problem(*SHAPES[name], device="cuda")
-    out = product(given)
+    out = product(fill, given)
     assert (out[given.rows :] == POISON).all(), "rows that do not exist are not written"
     assert error_over_bound(out, given, TENSOR_CORES) <= 1
     other = torch.full_like(out, POISON)
@@ -57,31 +80,37 @@ def test_the_product_keeps_the_bound(name: str) -> None:
     assert (out.double() - other.double()).norm() <= 2.0**-8 * other.double().norm()
 
 
-def test_random_groups_keep_the_bound() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_keep_the_bound(fill: Callable[..., None], dtype: torch.dtype) -> None:
+    given = problem((4, 0, 70, 33), 40, 640, 328, device="cuda")
+    out = product(fill, given, dtype=dtype)
+    assert (out[given.rows :] == POISON).all()
+    assert error_over_bound(out, given, TENSOR_CORES) <= 1
+
+
+def test_random_groups_keep_the_bound(fill: Callable[..., None]) -> None:
     generator = torch.Generator().manual_seed(7)
     for _ in range(6):
         sizes = torch.randint(0, 400, (8,), generator=generator) * torch.randint(0, 2, (8,), generator=generator)
         given = problem(tuple(sizes.tolist()), 17, 384, 512, device="cuda")
-        out = product(given)
+        out = product(fill, given)
         assert (out[given.rows :] == POISON).all()
         assert error_over_bound(out, given, TENSOR_CORES) <= 1
 
 
 @pytest.mark.parametrize("num_programs", [1, 7, 131])
-def test_bits_do_not_depend_on_the_number_of_programs_or_the_run(num_programs: int) -> None:
+def test_bits_do_not_depend_on_the_number_of_programs_or_the_run(fill: Callable[..., None], num_programs: int) -> None:
     """Programs of many tiles reuse every stage; a race would show as other bits."""
     given = problem((260, 0, 700, 64, 129), 30, 640, 1536, device="cuda")
-    want = product(given)
+    want = product(fill, given)
     for _ in range(20):
-        assert torch.equal(product(given, num_programs=num_programs), want)
+        assert torch.equal(product(fill, given, num_programs=num_programs), want)
 
 
-def test_a_captured_product_follows_the_offsets() -> None:
-    from moelink.rows.grouped_gluon import launch
-
+def test_a_captured_product_follows_the_offsets(fill: Callable[..., None]) -> None:
     given = problem((4, 260, 0, 64), 200, 384, 600, device="cuda")
-    out = product(given)
+    out = product(fill, given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch(given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out)
+        fill(given, out)
     assert_replays_follow_the_offsets(graph, given, out)

@@ -17,6 +17,7 @@ from tests.mutants.mutants_of_contract import OF_CONTRACT
 from tests.mutants.mutants_of_control import OF_CONTROL
 from tests.mutants.mutants_of_counting import OF_COUNTING
 from tests.mutants.mutants_of_dependent_launches import OF_DEPENDENT_LAUNCHES
+from tests.mutants.mutants_of_gluon import OF_GLUON
 from tests.mutants.mutants_of_host import OF_HOST
 from tests.mutants.mutants_of_kernels import OF_KERNELS
 from tests.mutants.mutants_of_levels import OF_LEVELS
@@ -36,4 +37,5 @@ MUTANTS = (
     *OF_CONTROL,
     *OF_TRAINING,
     *OF_HOST,
+    *OF_GLUON,
 )

@@ -2,12 +2,14 @@
 
 Triton's interpreter does not know Gluon. But a kernel's functions are Python: here they run with :class:`Language` in
 place of the modules that they import, each partition of warps as a greenlet, with torch tensors for blocks. Mbarriers
-count arrivals and bytes, and end their phases as the hardware's do. A copy, by TMA or by threads, spoils its destination
-at once and delivers at a random later moment; what no copy delivers is spoiled from the start. A product on the tensor
-cores reads its operands when it is issued and when it is waited for; between, they must not change.
+count arrivals and bytes, and end their phases as the hardware's do. A copy, by TMA or by threads, spoils its
+destination at once and delivers at a random later moment; shared memory is spoiled until something is delivered. A
+product on the tensor cores reads its operands when it is issued and when it is waited for; between, they must not
+change.
 
 So a stage that is loaded too early, read too early or given back too early shows as a wrong number, as
-:class:`Overwritten`, or as :class:`Deadlock`. Warps within a partition are one.
+:class:`Overwritten`, or as :class:`Deadlock`. Global memory that is used before the launch before has ended fails an
+assertion. Warps within a partition are one.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from greenlet import getcurrent, greenlet
 
 SPOILED = float("nan")
+TOO_EARLY = "memory is read or written before the launch before this one has ended"
 
 
 class Deadlock(AssertionError):
@@ -134,9 +137,10 @@ class Language:
     static_range = range
 
     def __init__(self, program: int, programs: int, seed: int) -> None:
-        self.program, self.programs, self.random = program, programs, random.Random(seed)
+        self.program, self.programs, self.random, self.seed = program, programs, random.Random(seed), seed
         self.copies: list[Copy] = []
         self.arrivals: list[tuple[Any, list[Copy]]] = []
+        self.followed = False
         self.mbarrier = self
         self.tma = SimpleNamespace(async_copy_global_to_shared=self.copy_box)
         self.async_copy = SimpleNamespace(
@@ -150,7 +154,7 @@ class Language:
         """Return the values that replace the globals of a kernel's module."""
         return {
             "gl": self, "tl": self, "tma": self.tma, "async_copy": self.async_copy, "mbarrier": self,
-            "fence_async_shared": lambda: None,
+            "fence_async_shared": lambda: None, "follow_previous_launch": self.follow_previous_launch,
             "warpgroup_mma": self.warpgroup_mma, "warpgroup_mma_wait": self.warpgroup_mma_wait,
         }  # fmt: skip
 
@@ -162,13 +166,18 @@ class Language:
     def num_programs(self, _axis: int) -> int:
         return self.programs
 
+    def follow_previous_launch(self, _constants: Any) -> None:
+        self.followed = True
+
     def load(self, pointer: Pointer, mask: Any = True, other: Any = 0) -> torch.Tensor:
+        assert self.followed, TOO_EARLY
         at, mask = torch.as_tensor(pointer.at), torch.as_tensor(mask)
         here = at.where(mask, 0)
         assert ((here >= 0) & (here < pointer.data.numel())).all(), "a load outside of its tensor"
         return torch.where(mask, pointer.data.flatten()[here], torch.as_tensor(other, dtype=pointer.data.dtype))
 
     def store(self, pointer: Pointer, values: torch.Tensor, mask: torch.Tensor) -> None:
+        assert self.followed, TOO_EARLY
         mask = mask.broadcast_to(values.shape)
         at = pointer.at.broadcast_to(values.shape)[mask]
         pointer.data.view(-1)[at] = values[mask].to(pointer.data.dtype)
@@ -203,10 +212,12 @@ class Language:
         self.switch()
         barrier.left -= count
         self._settle(barrier)
+        self.switch()
 
     def copy_box(self, source: Descriptor, at: list[Any], barrier: Any, to: Shared, pred: Any = True) -> None:
         """Copy a box by TMA."""
         self.switch()
+        assert self.followed, TOO_EARLY
         if pred:
             self._copy(Copy(to.data, source.read(*map(int, at)), barrier))
 
@@ -268,11 +279,12 @@ class Language:
             here.parent.switch()
 
     def warp_specialize(self, parts: list[tuple[Any, tuple[Any, ...]]], warps: list[int], registers: list[Any]) -> None:
+        """Run ``parts`` in turn. Number ``seed % (parts + 1)`` is slow: so buffers between them are full or empty."""
         assert len(parts) - 1 == len(warps) == len(registers)
         running = []
-        for function, arguments in parts:
+        for number, (function, arguments) in enumerate(parts):
             part = greenlet(lambda function=function, arguments=arguments: function(*arguments))
-            part.until = None  # type: ignore[attr-defined]
+            part.until, part.pace = None, 1 if number == self.seed % (len(parts) + 1) else 30  # type: ignore[attr-defined]
             running.append(part)
         while running or self.copies:
             able = [part for part in running if part.until is None or part.until()]
@@ -281,7 +293,7 @@ class Language:
             if self.copies and (not able or self.random.random() < 0.3):
                 self._deliver(self.random.choice(self.copies))
                 continue
-            part = self.random.choice(able)
+            [part] = self.random.choices(able, [part.pace for part in able])
             part.switch()
             running = [part for part in running if not part.dead]
 

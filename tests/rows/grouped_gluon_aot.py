@@ -26,8 +26,8 @@ FORMS = {
         "one block": (ONE, "fp32"),
     },
     "few": {
-        "DeepSeek-V3": (FIRST, "bf16", 16), "its second product": (SECOND, "bf16", 64), "odd columns": (ODD, "bf16", 32),
-        "one block": (ONE, "fp32", 64),
+        "DeepSeek-V3": (FIRST, "bf16", 16), "its second product": (SECOND, "bf16", 32),
+        "odd columns": (ODD, "fp32", 64),
     },
 }  # fmt: skip
 """Shape of the weights, dtype of the output, and rows of a tile."""
