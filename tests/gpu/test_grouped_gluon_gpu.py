@@ -1,8 +1,9 @@
-"""The grouped fp8 products in Gluon, on a device of compute capability 9.0: the bound in fp64, and the Triton kernel."""
+"""The fp8 products in Gluon, on a device of compute capability 9.0: the bound in fp64, and the Triton kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -60,6 +61,12 @@ def fill(request: pytest.FixtureRequest) -> Callable[..., None]:
     return fill
 
 
+@cache
+def shared_problem(name: str) -> Problem:
+    """The problem of a shape, made once for all kernels: it takes seconds."""
+    return problem(*SHAPES[name], device="cuda")
+
+
 def product(
     fill: Callable[..., None], given: Problem, *, dtype: torch.dtype = torch.bfloat16, **options: int
 ) -> torch.Tensor:
@@ -71,7 +78,7 @@ def product(
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_product_keeps_the_bound(fill: Callable[..., None], name: str) -> None:
-    given = problem(*SHAPES[name], device="cuda")
+    given = shared_problem(name)
     out = product(fill, given)
     assert (out[given.rows :] == POISON).all(), "rows that do not exist are not written"
     assert error_over_bound(out, given, TENSOR_CORES) <= 1
@@ -80,10 +87,9 @@ def test_the_product_keeps_the_bound(fill: Callable[..., None], name: str) -> No
     assert (out.double() - other.double()).norm() <= 2.0**-8 * other.double().norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes_keep_the_bound(fill: Callable[..., None], dtype: torch.dtype) -> None:
+def test_an_output_in_fp32_keeps_the_bound(fill: Callable[..., None]) -> None:
     given = problem((4, 0, 70, 33), 40, 640, 328, device="cuda")
-    out = product(fill, given, dtype=dtype)
+    out = product(fill, given, dtype=torch.float32)
     assert (out[given.rows :] == POISON).all()
     assert error_over_bound(out, given, TENSOR_CORES) <= 1
 
