@@ -30,6 +30,15 @@ MANY = (
     Mutant("the second part of a tile in Gluon takes the scales of the first", "rows/grouped_gluon.py",
            "gl.minimum(column + S.BLOCK_COLUMNS, S.N - 1) // _BLOCK", "column // _BLOCK",
            "rows/test_grouped_gluon.py::test_the_source_keeps_the_bound_under_all_schedules"),
+    Mutant("an early launch does not wait for its rows", "rows/grouped_gluon.py",
+           "ready.index(k), S)\n                follow_previous_launch(S)\n", "ready.index(k), S)\n",
+           "rows/test_grouped_gluon.py::test_the_source_keeps_the_bound_under_all_schedules"),
+    Mutant("an early CTA without a tile does not wait", "rows/grouped_gluon.py",
+           "# fmt: skip\n    if S.EARLY:\n        wait_for_previous_launch(S)\n", "# fmt: skip\n",
+           "rows/test_grouped_gluon.py::test_the_source_keeps_the_bound_under_all_schedules[no rows]"),
+    Mutant("an early launch loads the weights of its first tile twice", "rows/grouped_gluon.py",
+           "if (k >= FIRST) | (not is_first):", "if True:",
+           "rows/test_grouped_gluon.py::test_the_source_keeps_the_bound_under_all_schedules"),
 )
 FEW = (
     Mutant("the producer waits for the first of the blocks that it loads together", "rows/grouped_gluon_few.py",
@@ -87,6 +96,15 @@ FEW = (
            "rows/test_grouped_gluon_few.py::test_the_source_keeps_the_bound_under_all_schedules"),
     Mutant("few rows are loaded before the launch before this one has ended", "rows/grouped_gluon_few.py",
            "    follow_previous_launch(S)\n", "",
+           "rows/test_grouped_gluon_few.py::test_the_source_keeps_the_bound_under_all_schedules"),
+    Mutant("an early launch of few rows does not wait for its rows", "rows/grouped_gluon_few.py",
+           "ready.index(k), S)\n                follow_previous_launch(S)\n", "ready.index(k), S)\n",
+           "rows/test_grouped_gluon_few.py::test_the_source_keeps_the_bound_under_all_schedules"),
+    Mutant("an early CTA of few rows without a tile does not wait", "rows/grouped_gluon_few.py",
+           "# fmt: skip\n    if S.EARLY:\n        wait_for_previous_launch(S)\n", "# fmt: skip\n",
+           "rows/test_grouped_gluon_few.py::test_the_source_keeps_the_bound_under_all_schedules[16-no rows]"),
+    Mutant("an early launch of few rows has no place for its first tile", "rows/grouped_gluon_few.py",
+           "            if is_first:\n                places.index(0).store(place)\n", "            if is_first:\n",
            "rows/test_grouped_gluon_few.py::test_the_source_keeps_the_bound_under_all_schedules"),
 )
 # fmt: on

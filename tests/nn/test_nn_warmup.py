@@ -96,7 +96,9 @@ def test_calls_of_fewer_rows_than_those_that_were_rehearsed_find_their_tiles(
     prepares: Prepares, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one rank a call's buffer has room for its own tokens, which chooses the tiles."""
+
     def few() -> None: ...
+
     def many() -> None: ...
 
     monkeypatch.setattr(block_quantized, "takes_gluon", lambda codes: True)

@@ -35,14 +35,15 @@ class Overwritten(AssertionError):
 
 
 class Pointer:
-    """A place in a flat tensor, or a block of places."""
+    """A place in a flat tensor, or a block of places. What is ``early`` may be read before the launch before this one
+    has ended."""
 
-    def __init__(self, data: torch.Tensor, at: Any = 0) -> None:
-        self.data, self.at = data, at
+    def __init__(self, data: torch.Tensor, at: Any = 0, *, early: bool = False) -> None:
+        self.data, self.at, self.early = data, at, early
         self.dtype = SimpleNamespace(element_ty=data.dtype)
 
     def __add__(self, more: Any) -> Pointer:
-        return Pointer(self.data, self.at + more)
+        return Pointer(self.data, self.at + more, early=self.early)
 
 
 class Descriptor:
@@ -50,8 +51,8 @@ class Descriptor:
 
     layout = None
 
-    def __init__(self, data: torch.Tensor, box: tuple[int, int]) -> None:
-        self.data, self.box = data.float(), box
+    def __init__(self, data: torch.Tensor, box: tuple[int, int], *, early: bool = False) -> None:
+        self.data, self.box, self.early = data.float(), box, early
 
     def read(self, row: int, column: int) -> torch.Tensor:
         block, found = torch.zeros(self.box), self.data[row : row + self.box[0], column : column + self.box[1]]
@@ -155,6 +156,7 @@ class Language:
         return {
             "gl": self, "tl": self, "tma": self.tma, "async_copy": self.async_copy, "mbarrier": self,
             "fence_async_shared": lambda: None, "follow_previous_launch": self.follow_previous_launch,
+            "wait_for_previous_launch": self.follow_previous_launch,
             "warpgroup_mma": self.warpgroup_mma, "warpgroup_mma_wait": self.warpgroup_mma_wait,
         }  # fmt: skip
 
@@ -170,7 +172,7 @@ class Language:
         self.followed = True
 
     def load(self, pointer: Pointer, mask: Any = True, other: Any = 0) -> torch.Tensor:
-        assert self.followed, TOO_EARLY
+        assert self.followed or pointer.early, TOO_EARLY
         at, mask = torch.as_tensor(pointer.at), torch.as_tensor(mask)
         here = at.where(mask, 0)
         assert ((here >= 0) & (here < pointer.data.numel())).all(), "a load outside of its tensor"
@@ -217,7 +219,7 @@ class Language:
     def copy_box(self, source: Descriptor, at: list[Any], barrier: Any, to: Shared, pred: Any = True) -> None:
         """Copy a box by TMA."""
         self.switch()
-        assert self.followed, TOO_EARLY
+        assert self.followed or source.early, TOO_EARLY
         if pred:
             self._copy(Copy(to.data, source.read(*map(int, at)), barrier))
 

@@ -38,11 +38,13 @@ GIVEN_BACK = r"wgmma\.wait_group\S*\s+0;(?:(?!wgmma).)*?bar\.sync[^;]*;(?:(?!bar
 
 def launch_of(weight, tile_rows=None):
     """The kernel, the rows of its boxes of rows and weights, its constants, its options, and registers of a thread."""
+    early = weight == SECOND
     if tile_rows is None:
         registers = [many.CONSUMER_REGISTERS, many.PRODUCER_REGISTERS]
-        return many.grouped_gluon_kernel, (many.PART_ROWS, many.BLOCK), many.constants_of(weight), {}, registers
+        boxes, constants = (many.PART_ROWS, many.BLOCK), many.constants_of(weight, early=early)
+        return many.grouped_gluon_kernel, boxes, constants, {}, registers
     most = few.REGISTERS[tile_rows]
-    boxes, constants = (few.ROW_BOX, few.COLUMNS), few.constants_of(weight, tile_rows)
+    boxes, constants = (few.ROW_BOX, few.COLUMNS), few.constants_of(weight, tile_rows, early=early)
     return few.grouped_gluon_few_kernel, boxes, constants, {"maxnreg": most}, [most, few.PRODUCER_REGISTERS]
 
 

@@ -25,27 +25,29 @@ class Source:
 
     module: ModuleType
     name: str
-    constants_of: Callable[[torch.Size], Any]
+    constants_of: Callable[..., Any]
     boxes: tuple[int, int]
 
-    def constants(self, weight: torch.Size) -> SimpleNamespace:
+    def constants(self, weight: torch.Size, early: bool) -> SimpleNamespace:
         """Launch constants as numbers."""
-        given = self.constants_of(weight)
+        given = self.constants_of(weight, early=early)
         values = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
         return SimpleNamespace(**{name: getattr(value, "value", value) for name, value in values.items()})
 
     def run(
-        self, given: Problem, out: torch.Tensor, *, programs: int = 2, seed: int = 0, language: Language | None = None,
+        self, given: Problem, out: torch.Tensor, *, programs: int = 2, seed: int = 0, early: bool = False,
+        language: Language | None = None,
     ) -> None:  # fmt: skip
         """Do what the kernel's source does with ``given``, one CTA after the other, or the one of ``language``."""
-        weight = given.weight.codes
-        for program in range(programs) if language is None else (0,):
-            kernel = rebuilt(self.module, self.name, language or Language(program, programs, seed + program))
-            kernel(
-                Descriptor(given.codes, (self.boxes[0], 128)), Pointer(given.scales), Pointer(given.offsets),
-                Descriptor(weight.view(-1, weight.shape[2]), (self.boxes[1], 128)), Pointer(given.weight.scales),
-                Pointer(out), len(given.codes), self.constants(weight.shape),
+        weight, S = given.weight.codes, self.constants(given.weight.codes.shape, early)
+        for each in [language] if language else [Language(each, programs, seed + each) for each in range(programs)]:
+            rebuilt(self.module, self.name, each)(
+                Descriptor(given.codes, (self.boxes[0], 128)), Pointer(given.scales),
+                Pointer(given.offsets, early=early),
+                Descriptor(weight.view(-1, weight.shape[2]), (self.boxes[1], 128), early=early),
+                Pointer(given.weight.scales), Pointer(out), len(given.codes), S,
             )  # fmt: skip
+            assert each.followed, "the next launch takes this one's end for the end of those before it"
 
     def product(self, given: Problem, dtype: torch.dtype = torch.float32, **how: Any) -> torch.Tensor:
         """Return the output that the kernel's source computes for ``given``."""
@@ -54,9 +56,9 @@ class Source:
         return out
 
     def assert_schedules_keep_the_bound(self, given: Problem) -> None:
-        """Whether the product of ``given`` is right under some schedules, of one, two and three CTAs."""
-        for seed in range(3):
-            out = self.product(given, programs=1 + seed, seed=10 * seed)
+        """Whether the product of ``given`` is right under some schedules, of one, two and three CTAs, early or not."""
+        for seed in range(4):
+            out = self.product(given, programs=1 + seed % 3, seed=10 * seed, early=seed in (1, 2))
             assert (out[given.rows :] == POISON).all(), "rows that do not exist are not written"
             assert error_over_bound(out, given, FP32_SUMS) <= 1
 

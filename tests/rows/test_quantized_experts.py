@@ -95,8 +95,6 @@ OTHER_TILES = Settings(
 )  # fmt: skip
 
 
-
-
 @pytest.mark.parametrize("settings", [None, OTHER_TILES], ids=["default", "descriptors"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_keeps_the_bound(shape: Any, settings: Settings | None) -> None:
@@ -122,13 +120,15 @@ def test_the_buffer_chooses_the_kernel(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     taken: list[Any] = []
-    monkeypatch.setattr(grouped_gluon_few, "launch", lambda *given: taken.append(given[-1]))
-    monkeypatch.setattr(grouped_gluon, "launch", lambda *given: taken.append("many"))
-    monkeypatch.setattr(grouped_fp8_kernels, "launch", lambda *given: taken.append("triton"))
+    monkeypatch.setattr(grouped_gluon_few, "launch", lambda *given, early: taken.append((given[-1], early)))
+    monkeypatch.setattr(grouped_gluon, "launch", lambda *given, early: taken.append(("many", early)))
+    monkeypatch.setattr(grouped_fp8_kernels, "launch", lambda *given: taken.append(("triton", False)))
     codes = mock.MagicMock(is_cuda=True, device="cuda")
     codes.__len__.return_value = rows
-    BlockQuantized(torch.zeros(4, 1, 1), torch.zeros(1)).launch(codes, *[None] * 3)  # type: ignore[arg-type]
-    assert taken == [kernel]
+    weight = BlockQuantized(torch.zeros(4, 1, 1), torch.zeros(1))
+    for follows in (False, True):
+        weight.launch(codes, *[None] * 3, follows_product=follows)  # type: ignore[arg-type]
+    assert taken == [(kernel, False), (kernel, kernel != "triton")]
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,9 @@ class BlockQuantized:
         rows = e4m3_to_f32(codes) * scales.t().repeat_interleave(BLOCK, 1)
         return rows @ BlockQuantized(self.codes[group], self.scales[group]).dequantize().t()
 
-    def launch(self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor) -> None:
+    def launch(
+        self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor, *, follows_product: bool = False
+    ) -> None:
         """Fill ``out`` by a kernel: on compute capability 9.0 by one in Gluon, for few rows of each group or for many,
         else by the Triton kernel."""
         given = codes, scales, row_offsets, self.codes, self.scales, out
@@ -82,11 +84,11 @@ class BlockQuantized:
         elif tile_rows := few_rows(len(codes), len(self.codes)):
             from moelink.rows.grouped_gluon_few import launch as launch_few
 
-            launch_few(*given, tile_rows)
+            launch_few(*given, tile_rows, early=follows_product)
         else:
             from moelink.rows.grouped_gluon import launch as launch_many
 
-            launch_many(*given)
+            launch_many(*given, early=follows_product)
 
 
 Weight = BlockQuantized | Mxfp4Weight
@@ -248,8 +250,11 @@ def few_rows(rows: int, groups: int) -> int | None:
     return next((tile for room, tile in FEW_ROWS if rows <= room * groups), None)
 
 
-def launch_kernel(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, out: Tensor) -> None:
-    """Fill ``out`` by the kernel for such weights."""
+def launch_kernel(
+    codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, out: Tensor, *, follows_product: bool = False
+) -> None:
+    """Fill ``out`` by the kernel for such weights. ``follows_product``: a product of the same groups was launched, and
+    one launch since, so that a kernel may begin early (:mod:`moelink.rows.grouped_gluon`)."""
     from moelink.kernels.launch.device import is_interpreted
 
     if not codes.is_cuda and not is_interpreted():
@@ -257,7 +262,7 @@ def launch_kernel(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: We
             "grouped_fp8: expected CUDA tensors for the kernel, or Triton's interpreter (TRITON_INTERPRET=1, set "
             f"before triton is imported), got tensors on {codes.device}; use implementation='torch'"
         )
-    weight.launch(codes, scales, row_offsets, out)
+    weight.launch(codes, scales, row_offsets, out, follows_product=follows_product)
 
 
 def multiply_by_group(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, out: Tensor) -> None:

@@ -33,6 +33,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -182,11 +183,16 @@ def quantize_for(backend: str, weight: Tensor) -> Weight:
     return quantize_mxfp4(weight) if backend == "mxfp4" else quantize_weight(weight)
 
 
-def multiply(backend: str, codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, out: Tensor) -> None:
-    """Fill ``out`` [R, N] with rows times the weights of their groups; arguments as ``grouped_fp8`` has them."""
+def multiply(
+    backend: str, codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, out: Tensor,
+    *, follows_product: bool = False,
+) -> None:  # fmt: skip
+    """Fill ``out`` [R, N] with rows times the weights of their groups; arguments as ``grouped_fp8`` has them, and
+    ``follows_product`` as ``launch_kernel``."""
+    by_kernel = partial(launch_kernel, follows_product=follows_product)
     by: dict[str, Any] = {
-        "triton": launch_kernel, "torch": multiply_by_group, "flashinfer": _by_flashinfer,
-        "mxfp4": launch_kernel if eager.takes_kernels(codes) else multiply_by_group,
+        "triton": by_kernel, "torch": multiply_by_group, "flashinfer": _by_flashinfer,
+        "mxfp4": by_kernel if eager.takes_kernels(codes) else multiply_by_group,
     }  # fmt: skip
     by[backend](codes, scales, row_offsets, weight, out)
 

@@ -143,8 +143,10 @@ class Mxfp4Weight:
         bias = self.bias
         return out if bias is None else out + bias[group]
 
-    def launch(self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor) -> None:
-        """Fill ``out`` by the kernel."""
+    def launch(
+        self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor, *, follows_product: bool = False
+    ) -> None:
+        """Fill ``out`` by the kernel, which begins behind any launch."""
         from moelink.rows.grouped_mxfp4 import launch
 
         launch(codes, scales, row_offsets, self.codes, self.scales, out)

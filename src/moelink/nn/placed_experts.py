@@ -302,7 +302,7 @@ def _compute(
     multiply(backend, codes, scales, row_offsets, first, between)
     bounds = Clamp(*clamp) if clamp else None
     inner, inner_scales = quantize_activation(between, row_offsets, get_format(INNER_FORMAT), bounds)
-    multiply(backend, inner, inner_scales, row_offsets, second, out)
+    multiply(backend, inner, inner_scales, row_offsets, second, out, follows_product=True)
     return (out,), (between, inner, inner_scales)
 
 

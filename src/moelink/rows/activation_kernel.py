@@ -32,7 +32,7 @@ from moelink.formats.base import Format
 from moelink.formats.device import as_float, as_int
 from moelink.kernels.launch.device import has_native_casts
 from moelink.kernels.scale_tiles import row_of_word, word_in_tiles
-from moelink.kernels.sync.dependent_launch import follow_previous_launch
+from moelink.kernels.sync.dependent_launch import allow_next_launch, wait_for_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.common_kernel import RowConstants, bounded, group_of, place
 
@@ -88,7 +88,8 @@ def clear_tails(
 @triton.jit(do_not_specialize=["rows"])
 def silu_and_quantize_kernel(x, row_offsets, input_scales, scales_offsets, tokens, scales, rows, S: tl.constexpr):
     """See the module."""
-    follow_previous_launch(S)
+    allow_next_launch(S)  # whose weights may be loaded meanwhile (``rows.grouped_gluon``, *early*)
+    wait_for_previous_launch(S)
     W: tl.constexpr = (S.HIDDEN_SIZE + S.GROUP_SIZE - 1) // S.GROUP_SIZE
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)

@@ -26,6 +26,14 @@ With the first block of a tile the producer writes the tile's place beside the s
 end of the group, group, tile of columns). So the producer alone searches the groups. Consumers read it after waiting.
 Rows of a tile from the end of its group on are loaded (as zeros behind the buffer) and multiplied, but never stored.
 
+An EARLY launch begins while the one before it runs: its producer finds its first tile and loads weights of that, as
+many blocks as there are stages, and only then waits (``kernels.sync.dependent_launch``). So ``row_offsets`` and weights
+must be final by then. They are if another product of the same groups, which is not early, was launched and one launch
+since: of experts gate and up, then the activation, then down. Down begins once all CTAs of the activation have begun,
+which is once all of gate and up have passed their wait, for the launch that made ``row_offsets``. All else that a CTA
+reads or writes follows the bytes of its rows, which its producer asks for behind the wait. A CTA without a tile waits
+before it ends, because the next launch takes this one's end for the end of those before it.
+
 Example: STAGES = 4, K = 256, so 2 blocks a tile, and a CTA with 3 tiles. Blocks 0 to 3, of tiles 0 and 1, are loaded
 at once. Block 4, the first of tile 2, is use 1 of stage 0: the producer waits until phase 0 of ``empty[0]`` has ended,
 which is when both consumers have multiplied block 0.
@@ -50,7 +58,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.row_launch import Block
-from moelink.kernels.sync.dependent_launch import follow_previous_launch
+from moelink.kernels.sync.dependent_launch import follow_previous_launch, wait_for_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.grouped_fp8 import BLOCK, tile_in_group
 
@@ -73,7 +81,8 @@ class GluonConstants(Constants):
     Attributes:
         K, N: columns of a row and of the output. NUM_GROUPS: groups; GROUPS_POW2: the next power of two.
         BLOCK_COLUMNS, PARTS: columns of a part of a tile, and parts. BAND: tiles of rows that tiles in progress span.
-        STAGES: of the ring. DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
+        STAGES: of the ring. EARLY: load weights before the launch before this one has ended.
+        DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
     """
 
     K: int
@@ -84,6 +93,7 @@ class GluonConstants(Constants):
     PARTS: int = PARTS
     BAND: int = 16
     STAGES: int = STAGES
+    EARLY: bool = False
     DEPENDENT_LAUNCH: bool = False
 
 
@@ -104,9 +114,18 @@ def _tiles_of_groups(row_offsets, rows, WARPS: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
+def load_weight(weight, row, k, right, stage, bar, S: gl.constexpr):
+    """Load block ``k`` of the weight of a tile, from its ``row`` on, into ``stage``."""
+    for part in gl.static_range(S.PARTS):
+        to = right.index(stage * S.PARTS + part)
+        tma.async_copy_global_to_shared(weight, [row + part * S.BLOCK_COLUMNS, k * _BLOCK], bar, to)
+
+
+@gluon.jit
 def _produce(codes, weight, row_offsets, rows, total, ring, S: gl.constexpr):
     """Load all blocks of this CTA's tiles, in order, each into its stage as soon as that is empty."""
     left, right, places, ready, empty = ring
+    FIRST: gl.constexpr = min(S.STAGES, S.K // _BLOCK) if S.EARLY else 0
     last_tiles = gl.associative_scan(_tiles_of_groups(row_offsets, rows, 1, S), 0, _add)
     field = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
     block = 0
@@ -120,19 +139,26 @@ def _produce(codes, weight, row_offsets, rows, total, ring, S: gl.constexpr):
         row = start + row_tile * _ROWS
         place = gl.where(field == 0, row, gl.where(field == 1, end, gl.where(field == 2, group, column_tile)))
         weight_row = group * S.N + column_tile * (S.BLOCK_COLUMNS * S.PARTS)
+        is_first = tile == gl.program_id(0)
+        if S.EARLY:
+            if is_first:
+                places.index(0).store(place)
+                for k in gl.static_range(FIRST):
+                    mbarrier.expect(ready.index(k), _STAGE_BYTES)
+                    load_weight(weight, weight_row, k, right, k, ready.index(k), S)
+                follow_previous_launch(S)
         for k in range(S.K // _BLOCK):
             stage = block % S.STAGES
             mbarrier.wait(empty.index(stage), (block // S.STAGES + 1) & 1)
-            if k == 0:
-                places.index(stage).store(place)
             bar = ready.index(stage)
-            mbarrier.expect(bar, _STAGE_BYTES)
+            if (k >= FIRST) | (not is_first):
+                if k == 0:
+                    places.index(stage).store(place)
+                mbarrier.expect(bar, _STAGE_BYTES)
+                load_weight(weight, weight_row, k, right, stage, bar, S)
             for part in gl.static_range(2):
                 to = left.index(stage * 2 + part)
                 tma.async_copy_global_to_shared(codes, [row + part * _PART_ROWS, k * _BLOCK], bar, to)
-            for part in gl.static_range(S.PARTS):
-                to = right.index(stage * S.PARTS + part)
-                tma.async_copy_global_to_shared(weight, [weight_row + part * S.BLOCK_COLUMNS, k * _BLOCK], bar, to)
             block += 1
 
 
@@ -219,7 +245,8 @@ def _consume(scales, weight_scales, out, rows, total, ring, HALF: gl.constexpr, 
 @gluon.jit(do_not_specialize=["rows"])
 def grouped_gluon_kernel(codes, scales, row_offsets, weight, weight_scales, out, rows, S: gl.constexpr):
     """See the module."""
-    follow_previous_launch(S)
+    if not S.EARLY:
+        follow_previous_launch(S)
     left = gl.allocate_shared_memory(gl.float8e4nv, [2 * S.STAGES, _PART_ROWS, _BLOCK], codes.layout)
     right = gl.allocate_shared_memory(gl.float8e4nv, [S.PARTS * S.STAGES, S.BLOCK_COLUMNS, _BLOCK], weight.layout)
     places = gl.allocate_shared_memory(gl.int32, [S.STAGES, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -236,23 +263,28 @@ def grouped_gluon_kernel(codes, scales, row_offsets, weight, weight_scales, out,
         (_consume, (scales, weight_scales, out, rows, total, ring, 1, S)),
         (_produce, (codes, weight, row_offsets, rows, total, ring, S)),
     ], [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
+    if S.EARLY:
+        wait_for_previous_launch(S)
 
 
 @lru_cache(maxsize=256)
-def constants_of(weight: torch.Size) -> GluonConstants:
+def constants_of(weight: torch.Size, *, early: bool = False) -> GluonConstants:
     """Launch constants of the kernel for weights of shape [G, N, K]."""
     groups, columns, inner = weight
-    return GluonConstants(K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups))
+    return GluonConstants(
+        K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups), EARLY=early
+    )
 
 
 def launch(
     codes: torch.Tensor, scales: torch.Tensor, row_offsets: torch.Tensor, weight: torch.Tensor,
-    weight_scales: torch.Tensor, out: torch.Tensor, *, num_programs: int | None = None,
+    weight_scales: torch.Tensor, out: torch.Tensor, *, early: bool = False, num_programs: int | None = None,
 ) -> None:  # fmt: skip
     """Fill ``out`` [R, N] for the rows there are, on a device of compute capability 9.0.
 
-    All tensors are contiguous, of the shapes in the table of :mod:`moelink.rows.grouped_fp8`. ``num_programs``: CTAs,
-    in place of one for each SM.
+    All tensors are contiguous, of the shapes in the table of :mod:`moelink.rows.grouped_fp8`. ``early``: another
+    product of these groups, which is not early, was launched, and one launch since. ``num_programs``: CTAs, in place of
+    one for each SM.
     """
     if not out.numel():
         return
@@ -263,6 +295,6 @@ def launch(
         grouped_gluon_kernel,
         (Block(codes, (PART_ROWS, BLOCK), IN_SHARED), scales, row_offsets, Block(flat, (BLOCK, BLOCK), IN_SHARED),
          weight_scales, out, len(codes)),
-        constants_of(weight.shape), row_tiles * triton.cdiv(weight.shape[1], BLOCK * PARTS), absent=row_offsets,
-        per_sm=1, num_programs=num_programs, num_warps=4,
+        constants_of(weight.shape, early=early), row_tiles * triton.cdiv(weight.shape[1], BLOCK * PARTS),
+        absent=row_offsets, per_sm=1, num_programs=num_programs, num_warps=4,
     )  # fmt: skip

@@ -26,7 +26,7 @@ barrier   a phase ends with                                   waited for by
 Stages become empty one after the other, so the producer waits once for TOGETHER blocks, for the last of them: then it
 loads 512 bytes of each weight row at a time, which memory has side by side. A place whose end is 0 follows the last
 tile; with it consumers end. So the producer alone searches the groups, and it alone waits for the launch before this
-one: all else follows from what it loads.
+one: all else follows from what it loads. EARLY launches are those of that module.
 
 Of a tile's rows the producer loads those of its group, in boxes of ROW_BOX; the last box may have rows behind the
 group's end (zeros behind the buffer). Other rows are what the stage held. They are multiplied, but never stored.
@@ -56,10 +56,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.row_launch import Block
-from moelink.kernels.sync.dependent_launch import follow_previous_launch
+from moelink.kernels.sync.dependent_launch import follow_previous_launch, wait_for_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.grouped_fp8 import BLOCK, tile_in_group
-from moelink.rows.grouped_gluon import IN_SHARED
+from moelink.rows.grouped_gluon import IN_SHARED, load_weight
 
 COLUMNS, ROW_BOX = 64, 16
 """Columns of a consumer, of which a tile has two parts, and rows that are loaded at a time."""
@@ -81,7 +81,7 @@ class FewConstants(Constants):
         BLOCK_ROWS: rows of a tile. ROW_BOX: rows that are loaded at a time.
         BLOCK_COLUMNS, PARTS: columns of a consumer, and consumers. BAND: tiles of rows that tiles in progress span.
         STAGES: of the ring. TOGETHER: blocks that are loaded at a time. REGISTERS: of a consumer's thread.
-        DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
+        EARLY: load weights before the launch before this one has ended. DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
     """
 
     K: int
@@ -96,6 +96,7 @@ class FewConstants(Constants):
     PARTS: int = 2
     BAND: int = 16
     TOGETHER: int = 4
+    EARLY: bool = False
     DEPENDENT_LAUNCH: bool = False
 
 
@@ -122,11 +123,20 @@ def _last_tiles(row_offsets, rows, lanes: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
+def _expect(bar, boxes, S: gl.constexpr):
+    """Arrive, and expect the bytes of a block of the weight and of ``boxes`` boxes of rows."""
+    for count in gl.static_range(1, S.BLOCK_ROWS // S.ROW_BOX + 1):
+        mbarrier.expect(bar, (_BLOCK + count * S.ROW_BOX) * _BLOCK, pred=boxes == count)
+
+
+@gluon.jit
 def _produce(codes, scales, row_offsets, weight, weight_scales, rows, ring, S: gl.constexpr):
     """Load all blocks of this CTA's tiles, in order, each into its stage as soon as that is empty."""
     left, right, row_scales, by_scales, places, ready, empty = ring
-    follow_previous_launch(S)
     KB: gl.constexpr = S.K // _BLOCK
+    FIRST: gl.constexpr = min(S.STAGES, KB) if S.EARLY else 0
+    if not S.EARLY:
+        follow_previous_launch(S)
     COLUMN_TILES: gl.constexpr = (S.N + _BLOCK - 1) // _BLOCK
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     last_tiles = _last_tiles(row_offsets, rows, lanes, S)
@@ -146,20 +156,26 @@ def _produce(codes, scales, row_offsets, weight, weight_scales, rows, ring, S: g
         scale_at = scales + gl.minimum(row + inside_tile, end - 1)
         by_at = weight_scales + (group * COLUMN_TILES + column_tile) * KB + four * 0
         boxes = gl.cdiv(gl.minimum(end - row, S.BLOCK_ROWS), S.ROW_BOX)
+        is_first = tile == gl.program_id(0)
+        if S.EARLY:
+            if is_first:
+                places.index(0).store(place)
+                for k in gl.static_range(FIRST):
+                    _expect(ready.index(k), boxes, S)
+                    load_weight(weight, weight_row, k, right, k, ready.index(k), S)
+                follow_previous_launch(S)
         for k in range(KB):
             if k % S.TOGETHER == 0:
                 last, its_phase = stage, phase
                 for _ in gl.static_range(S.TOGETHER - 1):
                     last, its_phase = _after(last, its_phase, S)
                 mbarrier.wait(empty.index(last), its_phase)
-            if k == 0:
-                places.index(stage).store(place)
             bar = ready.index(stage)
-            for count in gl.static_range(1, S.BLOCK_ROWS // S.ROW_BOX + 1):
-                mbarrier.expect(bar, (_BLOCK + count * S.ROW_BOX) * _BLOCK, pred=boxes == count)
-            for part in gl.static_range(S.PARTS):
-                to = right.index(stage * S.PARTS + part)
-                tma.async_copy_global_to_shared(weight, [weight_row + part * S.BLOCK_COLUMNS, k * _BLOCK], bar, to)
+            if (k >= FIRST) | (not is_first):
+                if k == 0:
+                    places.index(stage).store(place)
+                _expect(bar, boxes, S)
+                load_weight(weight, weight_row, k, right, stage, bar, S)
             for box in gl.static_range(S.BLOCK_ROWS // S.ROW_BOX):
                 to = left.index(stage).slice(box * S.ROW_BOX, S.ROW_BOX)
                 at = [row + box * S.ROW_BOX, k * _BLOCK]
@@ -247,26 +263,30 @@ def grouped_gluon_few_kernel(codes, scales, row_offsets, weight, weight_scales, 
         (_consume, (out, ring, 1, S)),
         (_produce, (codes, scales, row_offsets, weight, weight_scales, rows, ring, S)),
     ], [4, 1], [S.REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
+    if S.EARLY:
+        wait_for_previous_launch(S)
 
 
 @lru_cache(maxsize=256)
-def constants_of(weight: torch.Size, tile_rows: int) -> FewConstants:
+def constants_of(weight: torch.Size, tile_rows: int, *, early: bool = False) -> FewConstants:
     """Launch constants of the kernel for weights of shape [G, N, K] and tiles of so many rows."""
     groups, columns, inner = weight
     return FewConstants(
         K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups), BLOCK_ROWS=tile_rows,
         ROW_BOX=ROW_BOX, STAGES=RING_BYTES // ((tile_rows + BLOCK) * BLOCK), REGISTERS=REGISTERS[tile_rows],
+        EARLY=early,
     )  # fmt: skip
 
 
 def launch(
     codes: torch.Tensor, scales: torch.Tensor, row_offsets: torch.Tensor, weight: torch.Tensor,
-    weight_scales: torch.Tensor, out: torch.Tensor, tile_rows: int, *, num_programs: int | None = None,
+    weight_scales: torch.Tensor, out: torch.Tensor, tile_rows: int, *, early: bool = False,
+    num_programs: int | None = None,
 ) -> None:  # fmt: skip
     """Fill ``out`` [R, N] for the rows there are, on a device of compute capability 9.0.
 
     All tensors are contiguous, of the shapes in the table of :mod:`moelink.rows.grouped_fp8`. ``tile_rows``: of a tile,
-    16, 32 or 64. ``num_programs``: CTAs, in place of one for each SM.
+    16, 32 or 64. ``early`` and ``num_programs``: as there (:func:`moelink.rows.grouped_gluon.launch`).
     """
     if not out.numel():
         return
@@ -277,6 +297,6 @@ def launch(
         grouped_gluon_few_kernel,
         (Block(codes, (ROW_BOX, BLOCK), IN_SHARED), scales, row_offsets, Block(flat, (COLUMNS, BLOCK), IN_SHARED),
          weight_scales, out, len(codes)),
-        constants_of(weight.shape, tile_rows), row_tiles * triton.cdiv(weight.shape[1], BLOCK), absent=row_offsets,
-        per_sm=1, num_programs=num_programs, num_warps=4, maxnreg=REGISTERS[tile_rows],
+        constants_of(weight.shape, tile_rows, early=early), row_tiles * triton.cdiv(weight.shape[1], BLOCK),
+        absent=row_offsets, per_sm=1, num_programs=num_programs, num_warps=4, maxnreg=REGISTERS[tile_rows],
     )  # fmt: skip

@@ -5,8 +5,8 @@ numbers gives, but for the order of the sum. Torch has this as ``torch.mm(..., o
 for CUDA and without a gradient. Here it is an operator whose gradient is computed from numbers converted to fp32.
 
 Few rows (:func:`has_few_logits`) are multiplied by a kernel (:mod:`moelink.rows.wide_product_kernel`): in one launch,
-where the library's product of so few may take two. Calls with gradients and without, and compiled ones, take the same. The
-order of a sum, and so its last bits, depends on the number of rows, as with the library.
+where the library's product of so few may take two. Calls with gradients and without, and compiled ones, take the same.
+The order of a sum, and so its last bits, depends on the number of rows, as with the library.
 
 The library's is for bf16 rows and weights on NVIDIA GPUs from compute capability 8.0 on, the kernel for all GPUs. All
 other numbers are converted to fp32

@@ -16,7 +16,9 @@ waits for no rank any more. It ends whatever the device runs besides, and so doe
 
 Kernels on rows (:mod:`moelink.rows`) wait for no rank, so they allow the next launch as soon as they go on
 (:func:`follow_previous_launch`). The next launch's wait is for their end, which follows their own wait: what it finds
-is what stream order promises, however many such launches follow one another.
+is what stream order promises, however many such launches follow one another. The activation allows it before its own
+wait: its CTAs have begun by then, so all of the launch before it allowed them, and this argument holds as well. A
+product may read weights and ``row_offsets`` before its wait (:mod:`moelink.rows.grouped_gluon`).
 
 Example: CTA 0 sends and ends, CTA 1 sees the last message and then unpacks it. The next launch starts when CTA 0 has
 ended and CTA 1 has seen the message. Its CTAs go on when CTA 1 has ended.
