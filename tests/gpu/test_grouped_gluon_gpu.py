@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
 from moelink.rows import grouped_fp8
+from moelink.rows.activation import silu_and_quantize
 from tests.rows.grouped_fp8_cases import (
     POISON,
     TENSOR_CORES,
@@ -120,3 +122,36 @@ def test_a_captured_product_follows_the_offsets(fill: Callable[..., None]) -> No
     with torch.cuda.graph(graph):
         fill(given, out)
     assert_replays_follow_the_offsets(graph, given, out)
+
+
+def test_an_early_product_follows_the_offsets_that_a_product_before_it_had(fill: Callable[..., None]) -> None:
+    """Offsets change in front of each pair of products, in a graph; a load that is too early would see the last ones'
+    groups."""
+    sizes = (40, 0, 3, 90), (0, 70, 70, 1), (1, 1, 1, 130), (133, 0, 0, 0)
+    up, down = problem(sizes[0], 0, 256, 512, device="cuda"), problem(sizes[0], 0, 256, 384, device="cuda")
+    between = torch.empty(133, 512, dtype=torch.bfloat16, device="cuda")
+    each = [torch.tensor([0, *size]).cumsum(0).to("cuda", torch.int32) for size in sizes]
+    offsets = each[0].clone()
+    up = replace(up, offsets=offsets)
+
+    def chain(outs: list[torch.Tensor], early: bool) -> None:
+        for those, out in zip(each, outs, strict=True):
+            offsets.copy_(those)
+            fill(up, between)
+            inner = silu_and_quantize(between, offsets, format="fp8_block128")
+            fill(replace(down, codes=inner.tokens, scales=inner.scales, offsets=offsets), out, early=early)
+
+    def outputs() -> list[torch.Tensor]:
+        return [torch.full((133, 384), POISON, dtype=torch.bfloat16, device="cuda") for _ in sizes]
+
+    want, got = outputs(), outputs()
+    chain(want, early=False)
+    chain(got, early=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(got, early=True)
+    for _ in range(50):
+        for out in got:
+            out.fill_(POISON)
+        graph.replay()
+        assert all(map(torch.equal, got, want))
