@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ TILE_ROWS = (None, 16, 32, 64)
 def fill(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Fills the output of a problem."""
 
-    def fill(given: Problem, out: torch.Tensor, **options: int) -> None:
+    def fill(given: Problem, out: torch.Tensor, **options: Any) -> None:
         from moelink.rows import grouped_gluon, grouped_gluon_few
 
         arguments = (given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out)
@@ -70,7 +71,7 @@ def shared_problem(name: str) -> Problem:
 
 
 def product(
-    fill: Callable[..., None], given: Problem, *, dtype: torch.dtype = torch.bfloat16, **options: int
+    fill: Callable[..., None], given: Problem, *, dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> torch.Tensor:
     out = torch.full((given.codes.shape[0], given.weight.codes.shape[1]), POISON, dtype=dtype, device="cuda")
     fill(given, out, **options)
@@ -139,6 +140,7 @@ def test_an_early_product_follows_the_offsets_that_a_product_before_it_had(fill:
             offsets.copy_(those)
             fill(up, between)
             inner = silu_and_quantize(between, offsets, format="fp8_block128")
+            assert inner.scales is not None
             fill(replace(down, codes=inner.tokens, scales=inner.scales, offsets=offsets), out, early=early)
 
     def outputs() -> list[torch.Tensor]:
