@@ -302,12 +302,19 @@ class Language:
 
 def rebuilt(module: Any, name: str, language: Language) -> Any:
     """Function ``name`` of ``module``, and the kernel functions it calls, with ``language`` in place of imports."""
-    scope: dict[str, Any] = dict(vars(module))
-    for key, value in vars(module).items():
-        if hasattr(value, "fn") and isinstance(value.fn, FunctionType):
-            own = scope if value.fn.__globals__ is vars(module) else {**value.fn.__globals__, **language.names()}
-            scope[key] = FunctionType(value.fn.__code__, own, key, value.fn.__defaults__)
-        elif key.startswith("_") and type(value).__name__ == "constexpr":
-            scope[key] = value.value
-    scope |= language.names()
-    return scope[name]
+    scopes: dict[int, dict[str, Any]] = {}
+
+    def scope_of(names: dict[str, Any]) -> dict[str, Any]:
+        if id(names) in scopes:
+            return scopes[id(names)]
+        scope = scopes[id(names)] = dict(names)
+        for key, value in names.items():
+            if hasattr(value, "fn") and isinstance(value.fn, FunctionType):
+                own = scope_of(value.fn.__globals__)
+                scope[key] = FunctionType(value.fn.__code__, own, key, value.fn.__defaults__)
+            elif key.startswith("_") and type(value).__name__ == "constexpr":
+                scope[key] = value.value
+        scope |= language.names()
+        return scope
+
+    return scope_of(vars(module))[name]

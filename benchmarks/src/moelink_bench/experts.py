@@ -146,11 +146,9 @@ def by_kernel(rows: Rows, weights: Weights, settings: Any = None) -> Tensor:
 
 
 def by_gluon(rows: Rows, weights: Weights) -> Tensor:
-    """The product in fp8, by the kernel for compute capability 9.0 whose warps are specialised."""
-    from moelink.rows.grouped_gluon import launch
-
+    """The product in fp8, by the kernel in Gluon that a layer takes on compute capability 9.0 for such a buffer."""
     out = rows.numbers.new_empty(rows.numbers.shape[0], weights.numbers.shape[1])
-    launch(rows.codes, rows.scales, rows.offsets, weights.quantized.codes, weights.quantized.scales, out)
+    weights.quantized.launch(rows.codes, rows.scales, rows.offsets, out)
     return out
 
 

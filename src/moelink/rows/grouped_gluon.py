@@ -69,7 +69,7 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 IN_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 """The layout of blocks of codes in shared memory, in which the TMA unit writes and tensor cores read."""
 
-_BLOCK, _ROWS, _PART_ROWS = (gl.constexpr(each) for each in (BLOCK, ROWS, PART_ROWS))
+_BLOCK, _PART_ROWS = gl.constexpr(BLOCK), gl.constexpr(PART_ROWS)
 _STAGE_BYTES = gl.constexpr((ROWS + PARTS * BLOCK) * BLOCK)
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = gl.constexpr(PRODUCER_REGISTERS), gl.constexpr(CONSUMER_REGISTERS)
 
@@ -80,7 +80,8 @@ class GluonConstants(Constants):
 
     Attributes:
         K, N: columns of a row and of the output. NUM_GROUPS: groups; GROUPS_POW2: the next power of two.
-        BLOCK_COLUMNS, PARTS: columns of a part of a tile, and parts. BAND: tiles of rows that tiles in progress span.
+        BLOCK_ROWS: rows of a tile. BLOCK_COLUMNS, PARTS: columns of a part of a tile, and parts.
+        BAND: tiles of rows that tiles in progress span.
         STAGES: of the ring. EARLY: load weights before the launch before this one has ended.
         DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
     """
@@ -89,6 +90,7 @@ class GluonConstants(Constants):
     N: int
     NUM_GROUPS: int
     GROUPS_POW2: int
+    BLOCK_ROWS: int = ROWS
     BLOCK_COLUMNS: int = BLOCK
     PARTS: int = PARTS
     BAND: int = 16
@@ -98,19 +100,32 @@ class GluonConstants(Constants):
 
 
 @gluon.jit
-def _add(a, b):
+def add(a, b):
     return a + b
 
 
 @gluon.jit
-def _tiles_of_groups(row_offsets, rows, WARPS: gl.constexpr, S: gl.constexpr):
+def tiles_of_groups(row_offsets, rows, WARPS: gl.constexpr, S: gl.constexpr):
     """The number of tiles of each group [GROUPS_POW2]."""
     COLUMN_TILES: gl.constexpr = (S.N + S.BLOCK_COLUMNS * S.PARTS - 1) // (S.BLOCK_COLUMNS * S.PARTS)
     group = gl.arange(0, S.GROUPS_POW2, gl.BlockedLayout([1], [32], [WARPS], [0]))
     start = gl.load(row_offsets + group, mask=group < S.NUM_GROUPS, other=0)
     end = gl.load(row_offsets + group + 1, mask=group < S.NUM_GROUPS, other=0)
     size = gl.minimum(end, rows) - gl.minimum(start, rows)
-    return gl.cdiv(size, _ROWS) * COLUMN_TILES
+    return gl.cdiv(size, S.BLOCK_ROWS) * COLUMN_TILES
+
+
+@gluon.jit
+def find_tile(tile, last_tiles, row_offsets, rows, S: gl.constexpr):
+    """``(group, first row, end of the group, tile of columns)`` of tile number ``tile``; ``last_tiles``: tiles of each
+    group and of those before it."""
+    before = last_tiles <= tile
+    group = gl.sum(before.to(gl.int32), 0)
+    start = gl.load(row_offsets + group)
+    end = gl.minimum(gl.load(row_offsets + group + 1), rows)
+    inside = tile - gl.max(gl.where(before, last_tiles, 0), 0)
+    row_tile, column_tile = tile_in_group(inside, gl.cdiv(end - start, S.BLOCK_ROWS), S)
+    return group, start + row_tile * S.BLOCK_ROWS, end, column_tile
 
 
 @gluon.jit
@@ -126,17 +141,11 @@ def _produce(codes, weight, row_offsets, rows, total, ring, S: gl.constexpr):
     """Load all blocks of this CTA's tiles, in order, each into its stage as soon as that is empty."""
     left, right, places, ready, empty = ring
     FIRST: gl.constexpr = min(S.STAGES, S.K // _BLOCK) if S.EARLY else 0
-    last_tiles = gl.associative_scan(_tiles_of_groups(row_offsets, rows, 1, S), 0, _add)
+    last_tiles = gl.associative_scan(tiles_of_groups(row_offsets, rows, 1, S), 0, add)
     field = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
     block = 0
     for tile in range(gl.program_id(0), total, gl.num_programs(0)):
-        before = last_tiles <= tile
-        group = gl.sum(before.to(gl.int32), 0)
-        start = gl.load(row_offsets + group)
-        end = gl.minimum(gl.load(row_offsets + group + 1), rows)
-        inside = tile - gl.max(gl.where(before, last_tiles, 0), 0)
-        row_tile, column_tile = tile_in_group(inside, gl.cdiv(end - start, _ROWS), S)
-        row = start + row_tile * _ROWS
+        group, row, end, column_tile = find_tile(tile, last_tiles, row_offsets, rows, S)
         place = gl.where(field == 0, row, gl.where(field == 1, end, gl.where(field == 2, group, column_tile)))
         weight_row = group * S.N + column_tile * (S.BLOCK_COLUMNS * S.PARTS)
         is_first = tile == gl.program_id(0)
@@ -163,7 +172,7 @@ def _produce(codes, weight, row_offsets, rows, total, ring, S: gl.constexpr):
 
 
 @gluon.jit
-def _field(place, NUMBER: gl.constexpr, layout: gl.constexpr):
+def field_of(place, NUMBER: gl.constexpr, layout: gl.constexpr):
     """Number NUMBER of a place; each thread has all four, so nothing is exchanged."""
     return gl.sum(gl.where(gl.arange(0, 4, layout) == NUMBER, place, 0), 0)
 
@@ -175,11 +184,10 @@ def _plus(sums, products, factor):
 
 
 @gluon.jit
-def _store_part(out, sums, first_row, end, first_column, S: gl.constexpr):
-    """Round a part of a tile and store it, as far as its rows and columns exist."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    values = gl.convert_layout(sums.to(out.dtype.element_ty), layout)
-    row = first_row + gl.arange(0, _PART_ROWS, gl.SliceLayout(1, layout))
+def store_part(out, sums, first_row, end, first_column, layout: gl.constexpr, S: gl.constexpr):
+    """Store a part of a tile [rows, BLOCK_COLUMNS] in ``layout``, as far as its rows and columns exist."""
+    values = gl.convert_layout(sums, layout)
+    row = first_row + gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
     column = first_column + gl.arange(0, S.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
     mask = gl.expand_dims(row < end, 1)
     PARTLY: gl.constexpr = S.N % (S.BLOCK_COLUMNS * S.PARTS)
@@ -195,15 +203,16 @@ def _consume(scales, weight_scales, out, rows, total, ring, HALF: gl.constexpr, 
     KB: gl.constexpr = S.K // _BLOCK
     NB: gl.constexpr = (S.N + _BLOCK - 1) // _BLOCK
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_COLUMNS, 32])
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     fields: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     products = gl.zeros([_PART_ROWS, S.BLOCK_COLUMNS], gl.float32, layout)
     block = 0
     for _ in range(gl.program_id(0), total, gl.num_programs(0)):
         mbarrier.wait(ready.index(block % S.STAGES), block // S.STAGES & 1)
         place = places.index(block % S.STAGES).load(fields)
-        row, end = _field(place, 0, fields) + HALF * _PART_ROWS, _field(place, 1, fields)
+        row, end = field_of(place, 0, fields) + HALF * _PART_ROWS, field_of(place, 1, fields)
         # A multiple that the compiler knows, so that 16 bytes are stored at a time.
-        group, column = _field(place, 2, fields), _field(place, 3, fields) * (S.BLOCK_COLUMNS * S.PARTS)
+        group, column = field_of(place, 2, fields), field_of(place, 3, fields) * (S.BLOCK_COLUMNS * S.PARTS)
         present = gl.minimum(row + gl.arange(0, _PART_ROWS, gl.SliceLayout(1, layout)), end - 1)
         scale_at = scales + present
         first_at = weight_scales + (group * NB + column // _BLOCK) * KB
@@ -238,8 +247,8 @@ def _consume(scales, weight_scales, out, rows, total, ring, HALF: gl.constexpr, 
             mbarrier.arrive(empty.index(stage), count=1)
             second = _plus(second, products, second_factor)
             block += 1
-        _store_part(out, first, row, end, column, S)
-        _store_part(out, second, row, end, column + S.BLOCK_COLUMNS, S)
+        store_part(out, first.to(out.dtype.element_ty), row, end, column, stored, S)
+        store_part(out, second.to(out.dtype.element_ty), row, end, column + S.BLOCK_COLUMNS, stored, S)
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -256,7 +265,7 @@ def grouped_gluon_kernel(codes, scales, row_offsets, weight, weight_scales, out,
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
-    total = gl.sum(_tiles_of_groups(row_offsets, rows, 4, S), 0)
+    total = gl.sum(tiles_of_groups(row_offsets, rows, 4, S), 0)
     ring = (left, right, places, ready, empty)
     gl.warp_specialize([
         (_consume, (scales, weight_scales, out, rows, total, ring, 0, S)),

@@ -58,8 +58,8 @@ from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.row_launch import Block
 from moelink.kernels.sync.dependent_launch import follow_previous_launch, wait_for_previous_launch
 from moelink.rows import common_kernel as common
-from moelink.rows.grouped_fp8 import BLOCK, tile_in_group
-from moelink.rows.grouped_gluon import IN_SHARED, load_weight
+from moelink.rows.grouped_fp8 import BLOCK
+from moelink.rows.grouped_gluon import IN_SHARED, add, field_of, find_tile, load_weight, store_part, tiles_of_groups
 
 COLUMNS, ROW_BOX = 64, 16
 """Columns of a consumer, of which a tile has two parts, and rows that are loaded at a time."""
@@ -101,25 +101,10 @@ class FewConstants(Constants):
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def _after(stage, phase, S: gl.constexpr):
     """The stage of the next block, and the parity of its use."""
     last = stage == S.STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
-def _last_tiles(row_offsets, rows, lanes: gl.constexpr, S: gl.constexpr):
-    """The number of tiles of each group and of those before it [GROUPS_POW2]."""
-    COLUMN_TILES: gl.constexpr = (S.N + _BLOCK - 1) // _BLOCK
-    group = gl.arange(0, S.GROUPS_POW2, lanes)
-    start = gl.minimum(gl.load(row_offsets + group, mask=group < S.NUM_GROUPS, other=0), rows)
-    end = gl.minimum(gl.load(row_offsets + group + 1, mask=group < S.NUM_GROUPS, other=0), rows)
-    return gl.associative_scan(gl.cdiv(end - start, S.BLOCK_ROWS) * COLUMN_TILES, 0, _add)
 
 
 @gluon.jit
@@ -139,18 +124,12 @@ def _produce(codes, scales, row_offsets, weight, weight_scales, rows, ring, S: g
         follow_previous_launch(S)
     COLUMN_TILES: gl.constexpr = (S.N + _BLOCK - 1) // _BLOCK
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    last_tiles = _last_tiles(row_offsets, rows, lanes, S)
+    last_tiles = gl.associative_scan(tiles_of_groups(row_offsets, rows, 1, S), 0, add)
     field = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
     inside_tile, four = gl.arange(0, S.BLOCK_ROWS, lanes), gl.arange(0, 4, lanes)
     stage, phase = 0, 1
     for tile in range(gl.program_id(0), gl.max(last_tiles, 0), gl.num_programs(0)):
-        before = last_tiles <= tile
-        group = gl.sum(before.to(gl.int32), 0)
-        start = gl.load(row_offsets + group)
-        end = gl.minimum(gl.load(row_offsets + group + 1), rows)
-        inside = tile - gl.max(gl.where(before, last_tiles, 0), 0)
-        row_tile, column_tile = tile_in_group(inside, gl.cdiv(end - start, S.BLOCK_ROWS), S)
-        row = start + row_tile * S.BLOCK_ROWS
+        group, row, end, column_tile = find_tile(tile, last_tiles, row_offsets, rows, S)
         place = gl.where(field == 0, row, gl.where(field == 1, end, gl.where(field == 2, column_tile, 0)))
         weight_row = group * S.N + column_tile * _BLOCK
         scale_at = scales + gl.minimum(row + inside_tile, end - 1)
@@ -191,55 +170,37 @@ def _produce(codes, scales, row_offsets, weight, weight_scales, rows, ring, S: g
 
 
 @gluon.jit
-def _field(place, NUMBER: gl.constexpr, layout: gl.constexpr):
-    """Number NUMBER of a place; each thread has all four, so nothing is exchanged."""
-    return gl.sum(gl.where(gl.arange(0, 4, layout) == NUMBER, place, 0), 0)
-
-
-@gluon.jit
-def _store(out, sums, row, end, column, S: gl.constexpr):
-    """Round sums [BLOCK_COLUMNS, BLOCK_ROWS] and store them, as far as their rows and columns exist."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    values = gl.convert_layout(sums.to(out.dtype.element_ty).permute((1, 0)), layout)
-    row = row + gl.arange(0, S.BLOCK_ROWS, gl.SliceLayout(1, layout))
-    column = column + gl.arange(0, S.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
-    mask = gl.expand_dims(row < end, 1)
-    PARTLY: gl.constexpr = S.N % (S.BLOCK_COLUMNS * S.PARTS)
-    if PARTLY != 0:
-        mask = mask & gl.expand_dims(column < S.N, 0)
-    gl.store(out + gl.expand_dims(row.to(gl.int64) * S.N, 1) + gl.expand_dims(column, 0), values, mask=mask)
-
-
-@gluon.jit
 def _consume(out, ring, PART: gl.constexpr, S: gl.constexpr):
     """Multiply the columns of part PART of this CTA's tiles, and store them."""
     left, right, row_scales, by_scales, places, ready, empty = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_ROWS, 32])
     along_rows: gl.constexpr = gl.SliceLayout(0, layout)
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     fields: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     products = gl.zeros([S.BLOCK_COLUMNS, S.BLOCK_ROWS], gl.float32, layout)
     stage, phase = 0, 0
     mbarrier.wait(ready.index(stage), phase)
     place = places.index(stage).load(fields)
-    end = _field(place, 1, fields)
+    end = field_of(place, 1, fields)
     while end > 0:
         # A multiple that the compiler knows, so that 16 bytes are stored at a time.
-        row, column = _field(place, 0, fields), _field(place, 2, fields) * _BLOCK + PART * S.BLOCK_COLUMNS
+        row, column = field_of(place, 0, fields), field_of(place, 2, fields) * _BLOCK + PART * S.BLOCK_COLUMNS
         sums = gl.zeros([S.BLOCK_COLUMNS, S.BLOCK_ROWS], gl.float32, layout)
         for _ in range(S.K // _BLOCK):
             mbarrier.wait(ready.index(stage), phase)
             by = right.index(stage * S.PARTS + PART)
             # ``products`` stands for registers here, its numbers are not added.
             products = warpgroup_mma(by, left.index(stage).permute((1, 0)), products, use_acc=False, is_async=True)
-            factor = row_scales.index(stage).load(along_rows) * _field(by_scales.index(stage).load(fields), 0, fields)
+            factor = row_scales.index(stage).load(along_rows) * field_of(by_scales.index(stage).load(fields), 0, fields)
             products = warpgroup_mma_wait(0, deps=[products])
             mbarrier.arrive(empty.index(stage), count=1)
             sums = gl.fma(products, gl.expand_dims(factor, 0).broadcast_to(products.shape), sums)
             stage, phase = _after(stage, phase, S)
-        _store(out, sums, row, end, column, S)
+        values = sums.to(out.dtype.element_ty).permute((1, 0))
+        store_part(out, values, row, end, column, stored, S)
         mbarrier.wait(ready.index(stage), phase)
         place = places.index(stage).load(fields)
-        end = _field(place, 1, fields)
+        end = field_of(place, 1, fields)
 
 
 @gluon.jit(do_not_specialize=["rows"])
