@@ -66,8 +66,8 @@ COLUMNS, ROW_BOX = 64, 16
 RING_BYTES = 200 << 10
 """Most bytes of rows and weights in the ring."""
 PRODUCER_REGISTERS, REGISTERS = 56, {16: 96, 32: 96, 64: 128}
-"""Of a thread of the producer, and of other threads, by the rows of a tile. Fewer than there are, so that CTAs of the
-next launch find room."""
+"""Of a thread of the producer, and of all threads in the mean, by the rows of a tile. Fewer than there are, so that
+CTAs of the next launch find room."""
 
 _BLOCK, _PRODUCER_REGISTERS = gl.constexpr(BLOCK), gl.constexpr(PRODUCER_REGISTERS)
 
