@@ -53,7 +53,7 @@ FEW = (
            "rows/test_grouped_gluon_few.py::test_the_source_keeps_the_bound_under_all_schedules"),
     Mutant("a stage is given back before its scales are read", "rows/grouped_gluon_few.py",
            "mbarrier.arrive(empty.index(stage), count=1)\n",
-           "mbarrier.arrive(empty.index(stage), count=1); factor = row_scales.index(stage).load(along_rows) * _field(by_scales.index(stage).load(fields), 0, fields)\n",
+           "mbarrier.arrive(empty.index(stage), count=1); factor = row_scales.index(stage).load(along_rows) * field_of(by_scales.index(stage).load(fields), 0, fields)\n",
            "rows/test_grouped_gluon_few.py::test_the_source_keeps_the_bound_under_all_schedules"),
     Mutant("one consumer of few rows alone empties a stage", "rows/grouped_gluon_few.py",
            "mbarrier.init(empty.index(stage), count=2)", "mbarrier.init(empty.index(stage), count=1)",

@@ -35,8 +35,8 @@ class Overwritten(AssertionError):
 
 
 class Pointer:
-    """A place in a flat tensor, or a block of places. What is ``early`` may be read before the launch before this one
-    has ended."""
+    """A place in a flat tensor, or a block of places. Memory that is ``early`` may be read before the launch before
+    this one has ended."""
 
     def __init__(self, data: torch.Tensor, at: Any = 0, *, early: bool = False) -> None:
         self.data, self.at, self.early = data, at, early

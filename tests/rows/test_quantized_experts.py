@@ -20,6 +20,7 @@ from torch.nn import functional
 
 import moelink
 from moelink.activation import Clamp
+from moelink.kernels.launch import device
 from moelink.nn import MoE, QuantizedExperts, dequantize_weight, grouped_fp8, local_state_dict, merge_state_dicts
 from moelink.nn import expert_backends as backends
 from moelink.nn.block_quantized import BlockQuantized, quantize_weight
@@ -107,18 +108,19 @@ def test_the_kernel_keeps_the_bound(shape: Any, settings: Settings | None) -> No
 
 @pytest.mark.quick("each condition decides alone")
 @pytest.mark.parametrize(
-    "capability, hip, rows, kernel",
+    "capability, other, rows, kernel",
     [
-        ((9, 0), None, 64, 16), ((9, 0), None, 65, 32), ((9, 0), None, 128, 32), ((9, 0), None, 129, 64),
-        ((9, 0), None, 508, 64), ((9, 0), None, 509, "many"), ((10, 0), None, 64, "triton"),
-        ((9, 4), "6.4", 64, "triton"),
+        ((9, 0), "", 64, 16), ((9, 0), "", 65, 32), ((9, 0), "", 128, 32), ((9, 0), "", 129, 64),
+        ((9, 0), "", 508, 64), ((9, 0), "", 509, "many"), ((10, 0), "", 64, "triton"), ((9, 4), "hip", 64, "triton"),
+        ((9, 0), "interpreted", 64, "triton"),
     ],
 )  # fmt: skip
 def test_the_buffer_chooses_the_kernel(
-    capability: tuple[int, int], hip: str | None, rows: int, kernel: Any, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], other: str, rows: int, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.version, "hip", "6.4" if other == "hip" else None)
+    monkeypatch.setattr(device, "is_interpreted", lambda: other == "interpreted")
     taken: list[Any] = []
     monkeypatch.setattr(grouped_gluon_few, "launch", lambda *given, early: taken.append((given[-1], early)))
     monkeypatch.setattr(grouped_gluon, "launch", lambda *given, early: taken.append(("many", early)))

@@ -18,7 +18,7 @@ cache. Every product is first found within the accuracy that :mod:`moelink.nn.bl
 of three experts.
 
     python -m moelink_bench.experts --out experts.json
-    python -m moelink_bench.experts --gluon --loads 4 128 1024 --out gluon.json    # the kernel in Gluon too
+    python -m moelink_bench.experts --gluon --loads 4 128 1024 --out gluon.json    # the kernels in Gluon as well
     python -m moelink_bench.experts --sweep --out sweep.json      # launch settings of the kernel, by load
 """
 
@@ -383,7 +383,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """Add the script's options."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--sweep", action="store_true", help="time launch settings of the kernel, each by itself")
-    parser.add_argument("--gluon", action="store_true", help="time the kernel in Gluon beside the others")
+    parser.add_argument("--gluon", action="store_true", help="time the kernels in Gluon beside the others")
     parser.add_argument("--loads", nargs="+", help="rows an expert, few, one, mixed, room; default: all of them")
     parser.add_argument("--most", type=positive, default=4096, help="rows of the largest expert of a skewed load")
     parser.add_argument("--samples", type=positive, default=11)

@@ -2,8 +2,9 @@
 
 Legend: ``R`` rows of the buffer, ``K`` columns of a row, ``G`` groups, ``N`` columns of the output.
 
-The product is an operator, ``moelink::grouped_fp8``, with two implementations of one formula. The kernel
-(:mod:`moelink.rows.grouped_fp8`) reads on the device how many rows each group has. The twin multiplies dequantised
+The product is an operator, ``moelink::grouped_fp8``, with two implementations of one formula. The kernels
+(:mod:`moelink.rows.grouped_fp8`, and on compute capability 9.0 :mod:`moelink.rows.grouped_gluon` and
+:mod:`moelink.rows.grouped_gluon_few`) read on the device how many rows each group has. The twin multiplies dequantised
 numbers in fp32, group by group, and reads on the host how many rows there are.
 
 Accuracy, against exact arithmetic on the dequantised numbers: an element of the output is within::
@@ -233,13 +234,17 @@ def _grouped_fp8_fake(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight
 
 
 def takes_gluon(codes: Tensor) -> bool:
-    """Whether a kernel in Gluon multiplies ``codes``: on compute capability 9.0."""
-    return codes.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(codes.device)[0] == 9
+    """Whether a kernel in Gluon multiplies ``codes``: on compute capability 9.0, compiled."""
+    if not codes.is_cuda or torch.version.hip or torch.cuda.get_device_capability(codes.device)[0] != 9:
+        return False
+    from moelink.kernels.launch.device import is_interpreted
+
+    return not is_interpreted()  # Gluon has no interpreted form
 
 
 def few_rows(rows: int, groups: int) -> int | None:
     """Return the rows of a tile of :mod:`moelink.rows.grouped_gluon_few` for a buffer of ``rows`` and ``groups`` of
-    weights, None where :mod:`moelink.rows.grouped_gluon` is faster.
+    weights, None if :mod:`moelink.rows.grouped_gluon` is faster.
 
     The host knows the buffer, which is the worst case of so many tokens on every rank, and no group's size. So the
     buffer chooses the tiles, and any division of its rows among the groups is right.

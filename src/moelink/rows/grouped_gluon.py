@@ -30,9 +30,11 @@ An EARLY launch begins while the one before it runs: its producer finds its firs
 many blocks as there are stages, and only then waits (``kernels.sync.dependent_launch``). So ``row_offsets`` and weights
 must be final by then. They are if another product of the same groups, which is not early, was launched and one launch
 since: of experts gate and up, then the activation, then down. Down begins once all CTAs of the activation have begun,
-which is once all of gate and up have passed their wait, for the launch that made ``row_offsets``. All else that a CTA
-reads or writes follows the bytes of its rows, which its producer asks for behind the wait. A CTA without a tile waits
-before it ends, because the next launch takes this one's end for the end of those before it.
+which is once all of gate and up have passed their wait, for the launch that made ``row_offsets``. PTX promises what a
+launch sees only behind its wait; that an allowed launch sees what was visible when it was allowed is observed
+(``test_an_early_product_follows_the_offsets_that_a_product_before_it_had``). All else that a CTA reads or writes
+follows the bytes of its rows, which its producer asks for behind the wait. A CTA without a tile waits before it ends,
+because the next launch takes this one's end for the end of those before it.
 
 Example: STAGES = 4, K = 256, so 2 blocks a tile, and a CTA with 3 tiles. Blocks 0 to 3, of tiles 0 and 1, are loaded
 at once. Block 4, the first of tile 2, is use 1 of stage 0: the producer waits until phase 0 of ``empty[0]`` has ended,

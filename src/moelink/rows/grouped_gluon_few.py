@@ -25,11 +25,12 @@ barrier   a phase ends with                                   waited for by
 
 Stages become empty one after the other, so the producer waits once for TOGETHER blocks, for the last of them: then it
 loads 512 bytes of each weight row at a time, which memory has side by side. A place whose end is 0 follows the last
-tile; with it consumers end. So the producer alone searches the groups, and it alone waits for the launch before this
-one: all else follows from what it loads. EARLY launches are those of that module.
+tile; with it consumers end. So the producer alone searches the groups, and it waits for the launch before this one: all
+else follows from what it loads. EARLY launches are described in :mod:`moelink.rows.grouped_gluon`.
 
 Of a tile's rows the producer loads those of its group, in boxes of ROW_BOX; the last box may have rows behind the
-group's end (zeros behind the buffer). Other rows are what the stage held. They are multiplied, but never stored.
+group's end (zeros behind the buffer). Other rows keep the numbers that the stage held; they are multiplied, but never
+stored.
 
 Example: 3 groups of 5, 0 and 20 rows, 256 columns and BLOCK_ROWS = 16: 1 x 2, 0 and 2 x 2 tiles. CTA 0 of 4 computes
 tiles 0 and 4: rows 0 to 4 and columns 0 to 127 of group 0, then rows 5 to 20 and columns 128 to 255 of group 2. With
@@ -247,7 +248,7 @@ def launch(
     """Fill ``out`` [R, N] for the rows there are, on a device of compute capability 9.0.
 
     All tensors are contiguous, of the shapes in the table of :mod:`moelink.rows.grouped_fp8`. ``tile_rows``: of a tile,
-    16, 32 or 64. ``early`` and ``num_programs``: as there (:func:`moelink.rows.grouped_gluon.launch`).
+    16, 32 or 64. ``early`` and ``num_programs``: as of :func:`moelink.rows.grouped_gluon.launch`.
     """
     if not out.numel():
         return

@@ -4,14 +4,14 @@ A product of two bf16 numbers is exact in fp32. So tensor cores that sum these i
 numbers gives, but for the order of the sum. Torch has this as ``torch.mm(..., out_dtype=torch.float32)`` since 2.8,
 for CUDA and without a gradient. Here it is an operator whose gradient is computed from numbers converted to fp32.
 
-Few rows (:func:`has_few_logits`) are multiplied by a kernel (:mod:`moelink.rows.wide_product_kernel`): in one launch,
-where the library's product of so few may take two. Calls with gradients and without, and compiled ones, take the same.
+Few rows (:func:`has_few_logits`) are multiplied by a kernel (:mod:`moelink.rows.wide_product_kernel`) in one launch;
+the library's product of so few may take two. Calls with gradients and without, and compiled ones, take the same.
 The order of a sum, and so its last bits, depends on the number of rows, as with the library.
 
-The library's is for bf16 rows and weights on NVIDIA GPUs from compute capability 8.0 on, the kernel for all GPUs. All
-other numbers are converted to fp32
-(fp64 for fp64 rows) and then multiplied: fp16, since ``torch.backends.cuda.matmul.allow_fp16_accumulation`` may take it
-at its word; and an fp32 weight of bf16 rows, of which bf16 would keep 8 of 24 bits.
+The library's is for bf16 rows and weights on NVIDIA GPUs from compute capability 8.0 on, the kernel for AMD's as well.
+All other numbers are converted to fp32 (fp64 for fp64 rows) and then multiplied: fp16, since
+``torch.backends.cuda.matmul.allow_fp16_accumulation`` may take it at its word; and an fp32 weight of bf16 rows, of
+which bf16 would keep 8 of 24 bits.
 """
 
 from __future__ import annotations

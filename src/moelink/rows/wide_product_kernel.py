@@ -134,7 +134,7 @@ def _constants(tiles: Tiles, columns: int, inner: int) -> WideConstants:
 
 def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tiles: Tiles | None = None) -> None:
     """Fill ``out`` [R, N] fp32 with few rows ``x`` [R, K] times ``weight`` [N, K] transposed, both bf16. All are
-    contiguous. ``tiles``: in place of those that follow from R."""
+    contiguous. ``tiles``: in place of those that follow from R; BY_FMA for at most BY_FMA.rows rows."""
     (rows, inner), columns = x.shape, weight.shape[0]
     tiles = tiles or tiles_of(rows, columns)
     programs = ceil_div(rows, tiles.rows) * ceil_div(columns, tiles.columns)

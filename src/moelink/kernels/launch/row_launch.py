@@ -322,6 +322,7 @@ def _values_of(arguments: Sequence[Any]) -> tuple[tuple[Any, ...], list[int]] | 
             tensor = argument.tensor
             at, (rows, columns) = tensor.data_ptr(), tensor.shape
             values += (at, rows)
+            # A kernel has one layout of a block, so the key leaves it out.
             key += (tensor.dtype, at & 15, argument.shape, columns, tensor.stride())
         else:
             return None

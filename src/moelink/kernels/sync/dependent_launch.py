@@ -3,7 +3,8 @@
 Between the end of one kernel and the first instruction of the next in its stream the device does nothing for more than
 a microsecond. A kernel that is launched as dependent may start earlier: as soon as every CTA of the kernel before it
 has ended or has allowed it (:func:`allow_next_launch`). It must then wait (:func:`wait_for_previous_launch`) before it
-touches memory. The hardware ends that wait once the kernel before has ended as a whole and its stores are visible.
+touches memory that an earlier launch may still write or read. The hardware ends that wait once the kernel before has
+ended as a whole and its stores are visible.
 
 Why nothing changes for the protocol: the wait is the first thing that a CTA does (``kernels.launch.roles``), and
 all else follows it. So whatever relies on stream order, such as counts of calls and credit, finds what it found without
