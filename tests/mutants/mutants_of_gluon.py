@@ -65,7 +65,7 @@ FEW = (
            "async_copy.mbarrier_arrive(bar, increment_count=False)", "mbarrier.arrive(bar, count=32)",
            "rows/test_grouped_gluon_few.py::test_the_source_keeps_the_bound_under_all_schedules"),
     Mutant("a stage is ready without the rows of its tile", "rows/grouped_gluon_few.py",
-           "(_BLOCK + count * S.ROW_BOX) * _BLOCK", "_BLOCK * _BLOCK",
+           "(count * S.ROW_BOX + _BLOCK) * _BLOCK", "_BLOCK * _BLOCK",
            "rows/test_grouped_gluon_few.py::test_the_source_keeps_the_bound_under_all_schedules"),
     Mutant("the last box of a tile's rows is not loaded", "rows/grouped_gluon_few.py",
            "boxes = gl.cdiv(gl.minimum(end - row, S.BLOCK_ROWS), S.ROW_BOX)",

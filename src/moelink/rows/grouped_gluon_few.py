@@ -112,7 +112,7 @@ def _after(stage, phase, S: gl.constexpr):
 def _expect(bar, boxes, S: gl.constexpr):
     """Arrive, and expect the bytes of a block of the weight and of ``boxes`` boxes of rows."""
     for count in gl.static_range(1, S.BLOCK_ROWS // S.ROW_BOX + 1):
-        mbarrier.expect(bar, (_BLOCK + count * S.ROW_BOX) * _BLOCK, pred=boxes == count)
+        mbarrier.expect(bar, (count * S.ROW_BOX + _BLOCK) * _BLOCK, pred=boxes == count)
 
 
 @gluon.jit
