@@ -102,7 +102,7 @@ def test_calls_of_fewer_rows_than_those_that_were_rehearsed_find_their_tiles(
     def many() -> None: ...
 
     monkeypatch.setattr(block_quantized, "takes_gluon", lambda codes: True)
-    # Gluon has no interpreted form, by which the launcher could tell kernels apart.
+    # The launcher hashes a kernel by its source, and Triton cannot hash Gluon under its interpreter.
     monkeypatch.setattr(grouped_gluon_few, "grouped_gluon_few_kernel", few)
     monkeypatch.setattr(grouped_gluon, "grouped_gluon_kernel", many)
     sizes = {**SIZES, "max_tokens_per_rank": 1024, "dispatch_format": "fp8_block128"}
