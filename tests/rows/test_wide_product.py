@@ -14,7 +14,7 @@ from moelink.nn import Router
 from moelink.rows import eager
 from moelink.rows import wide_product as module
 from moelink.rows.wide_product import wide_product
-from moelink.rows.wide_product_kernel import BY_FMA, FEW_ROWS, MANY_ROWS, Tiles, launch, tiles_of
+from moelink.rows.wide_product_kernel import BY_FMA, LARGE, SMALL, Tiles, launch, tiles_of
 from moelink.tuning import FEW_LOGITS
 
 interpreted = pytest.mark.skipif(not is_interpreted(), reason="kernels are compiled here; GPU tests have the same")
@@ -84,7 +84,7 @@ def test_the_example_of_the_kernel() -> None:
 def test_the_kernel_multiplies_few_rows_and_writes_no_others(rows: int, inner: int) -> None:
     """Steps of a sum and a part of one; fewer rows and columns than tiles have, and more."""
     x, weight = drawn(torch.bfloat16, 0, rows, inner).detach(), drawn(torch.bfloat16, 1, 35, inner).detach()
-    out = torch.full((rows + MANY_ROWS.rows, 35), 5.0)
+    out = torch.full((rows + LARGE.rows, 35), 5.0)
     launch(x, weight, out[:rows])
     exact, terms = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
     assert bool(((out[:rows] - exact).abs() <= terms * 2.0**-22).all())
@@ -93,8 +93,8 @@ def test_the_kernel_multiplies_few_rows_and_writes_no_others(rows: int, inner: i
 
 @pytest.mark.parametrize(
     "rows, columns, tiles",
-    [(1, 128, BY_FMA), (2, 8, BY_FMA), (3, 128, FEW_ROWS), (64, 128, FEW_ROWS), (65, 128, MANY_ROWS),
-     (1024, 8, FEW_ROWS), (1025, 8, MANY_ROWS)],
+    [(1, 128, BY_FMA), (2, 8, BY_FMA), (3, 128, SMALL), (64, 128, SMALL), (65, 128, LARGE),
+     (1024, 8, SMALL), (1025, 8, LARGE)],
 )  # fmt: skip
 def test_the_number_of_tiles_chooses_them(rows: int, columns: int, tiles: Tiles) -> None:
     assert tiles_of(rows, columns) == tiles
@@ -111,7 +111,7 @@ def test_which_logits_are_few(rows: int, columns: int, few: bool) -> None:
 
 def test_tiles_fit_into_the_shared_memory_of_all_gpus() -> None:
     """A stage less than the compiler is told, as the last is multiplied while another arrives."""
-    for tiles in (FEW_ROWS, MANY_ROWS):
+    for tiles in (SMALL, LARGE):
         stage = (tiles.rows + tiles.columns) * tiles.parts * tiles.chunk * 2
         assert stage <= 2**16, "AMD"
         assert stage * (tiles.num_stages - 1) <= 96 * 2**10

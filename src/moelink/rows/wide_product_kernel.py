@@ -46,10 +46,10 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-BY_FMA, FEW_ROWS, MANY_ROWS = Tiles(2, 1, 0, 1024, 4, 1), Tiles(8, 8, 8, 128, 8, 4), Tiles(16, 8, 4, 128, 4, 5)
-"""Tiles of up to BY_FMA.rows rows, of so few that there are at most FEW_TILES, and of more. A program of the latter two
-has 96 KiB of shared memory, as GPUs of compute capability 8.0 and later do."""
-FEW_TILES = 128
+BY_FMA, SMALL, LARGE = Tiles(2, 1, 0, 1024, 4, 1), Tiles(8, 8, 8, 128, 8, 4), Tiles(16, 8, 4, 128, 4, 5)
+"""Tiles of up to BY_FMA.rows rows; of more, as long as there are at most MOST_SMALL; of still more. A program of the
+latter two has 96 KiB of shared memory, as GPUs of compute capability 8.0 and later do."""
+MOST_SMALL = 128
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -120,8 +120,8 @@ def tiles_of(rows: int, columns: int) -> Tiles:
     """Return the tiles of an output of so many ``rows`` and ``columns``."""
     if rows <= BY_FMA.rows:
         return BY_FMA
-    few = ceil_div(rows, FEW_ROWS.rows) * ceil_div(columns, FEW_ROWS.columns) <= FEW_TILES
-    return FEW_ROWS if few else MANY_ROWS
+    small = ceil_div(rows, SMALL.rows) * ceil_div(columns, SMALL.columns)
+    return SMALL if small <= MOST_SMALL else LARGE
 
 
 @lru_cache(maxsize=256)
