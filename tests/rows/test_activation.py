@@ -1,6 +1,7 @@
 """The gated activation: its arithmetic, the torch twin against the format, the kernel against the twin bit for bit."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -214,6 +215,22 @@ def test_any_number_of_programs(name, block, programs):
         num_programs=programs,
     )
     assert_same(want, ActivationOutput(got.tokens, got.scales, want.scales_offsets), nan_has_bits=name != "fp32")
+
+
+def test_few_rows_have_short_steps(monkeypatch):
+    """264 steps of 2048 elements, two for each SM, have no more elements than 704 rows of 768 columns."""
+    monkeypatch.setattr(kernels.common, "sms_of", lambda device: 132)
+    assert kernels.few_rows(torch.device("cuda", 0), 768) == 704
+    assert kernels.few_rows(torch.device("cpu"), 768) == 0
+    taken, device = [], torch.device("cuda", 0)
+    monkeypatch.setattr(kernels.common, "launch", lambda kernel, given, S, steps, **options: taken.append((S, steps)))
+    monkeypatch.setattr(kernels, "has_native_casts", lambda device: True)
+    fmt, row_offsets = get_format("fp8_block128"), torch.zeros(3, dtype=torch.int32)
+    for rows in (704, 705):
+        x = SimpleNamespace(shape=(rows, 1536), device=device, is_cuda=True)
+        codes, scales = torch.empty(rows, 768, dtype=torch.float8_e4m3fn), torch.empty(6, rows)
+        kernels.launch(x, row_offsets, codes, scales, None, None, fmt, None)
+    assert [(S.GROUPS_PER_STEP, steps) for S, steps in taken] == [(4, 1056), (16, 265)]
 
 
 def test_a_group_longer_than_its_row_is_a_step_too(monkeypatch):

@@ -43,7 +43,7 @@ def rehearse(layer: Layer, config: EPConfig, bounds: tuple[int, ...], *, trainin
         torch.set_grad_enabled(training),
         torch.autograd.set_multithreading_enabled(False),
     ):
-        for bound in sorted({*bounds, *_by_rows(config, max(bounds))}):
+        for bound in sorted({*bounds, *_by_rows(config, max(bounds), layer.experts)}):
             _call(layer, config, bound, training=training)
         for count in _few_logits(layer.router.weight):
             layer.router(_tokens(layer, config, count, training=training))
@@ -55,12 +55,15 @@ def _few_logits(weight: torch.Tensor) -> set[int]:
     return {1 << power for power in range(most.bit_length())} | {most} - {0}
 
 
-def _by_rows(config: EPConfig, most: int) -> set[int]:
-    """Return, for each number of rows at which a product takes other tiles, the most tokens of calls whose buffers have
-    no more. Calls have smaller buffers than those of ``most`` tokens if this rank knows the tokens of all ranks."""
+def _by_rows(config: EPConfig, most: int, experts: Experts | QuantizedExperts) -> set[int]:
+    """Return, for each number of rows at which a product takes other tiles, or the activation other steps, the most
+    tokens of calls whose buffers have no more. Calls have smaller buffers than those of ``most`` tokens if this rank
+    knows the tokens of all ranks."""
+    from moelink.rows.activation_kernel import few_rows
+
     if known_max_tokens(config, most) is None:
         return set()
-    edges = (room * config.num_groups for room, _ in FEW_ROWS)
+    edges = [few_rows(experts.down_proj.device, experts.sizes[2]), *(room * config.num_groups for room, _ in FEW_ROWS)]
     return {bisect_right(range(most), edge, key=config.output_rows) - 1 for edge in edges} - {-1, 0}
 
 

@@ -150,6 +150,15 @@ def warps_of(elements: int) -> int:
     return max(4, min(32, elements // 512))
 
 
+def few_rows(device: torch.device, hidden: int) -> int:
+    """Return the rows of a buffer, of ``hidden`` columns of output, up to which steps are short.
+
+    With steps of the usual length they would be two for each SM, or fewer, and each takes its CTA more than a
+    microsecond. No step is short on a CPU.
+    """
+    return 2 * common.sms_of(device) * common.step_elements(device) // hidden if device.type == "cuda" else 0
+
+
 def launch(
     x: torch.Tensor, row_offsets: torch.Tensor, tokens: torch.Tensor, scales: torch.Tensor | None,
     scales_offsets: torch.Tensor | None, input_scales: torch.Tensor | None, fmt: Format,
@@ -165,7 +174,8 @@ def launch(
     if not rows or not num_groups:
         return
     device = x.device
-    native, elements = has_native_casts(device) if native is None else native, block or common.step_elements(device)
+    native = has_native_casts(device) if native is None else native
+    elements = block or common.step_elements(device) // (4 if rows <= few_rows(device, columns // 2) else 1)
     form = _form(fmt, columns // 2, num_groups, clamp, input_scales is not None, elements, native, x.is_cuda)
     common.launch(
         silu_and_quantize_kernel,
