@@ -13,8 +13,8 @@ import moelink
 from moelink.errors import ArgumentError
 from moelink.kernels.launch import row_launch
 from moelink.kernels.launch.row_launch import RowLauncher
-from moelink.nn import GatedMLP, MoE, RouterConfig, block_quantized, warmup
-from moelink.rows import choose, common_kernel, eager, grouped_gluon, grouped_gluon_few
+from moelink.nn import GatedMLP, MoE, RouterConfig, block_quantized, moe, warmup
+from moelink.rows import activation_kernel, choose, common_kernel, eager, grouped_gluon, grouped_gluon_few
 from moelink.transports.base import Rehearsal
 from moelink.tuning import FEW_LOGITS, FEW_ROWS
 from moelink_bench.played import prepared_rows
@@ -105,6 +105,7 @@ def test_calls_of_fewer_rows_than_those_that_were_rehearsed_find_their_tiles(
     # The launcher hashes a kernel by its source, and Triton cannot hash Gluon under its interpreter.
     monkeypatch.setattr(grouped_gluon_few, "grouped_gluon_few_kernel", few)
     monkeypatch.setattr(grouped_gluon, "grouped_gluon_kernel", many)
+    monkeypatch.setattr(activation_kernel, "few_rows", lambda *_: 100)
     sizes = {**SIZES, "max_tokens_per_rank": 1024, "dispatch_format": "fp8_block128"}
     with moelink.init(**sizes) as ep, torch.no_grad():
         layer = MoE(ep, intermediate_size=128, load_steps=0, dtype=torch.bfloat16, experts_backend="triton")
@@ -112,7 +113,8 @@ def test_calls_of_fewer_rows_than_those_that_were_rehearsed_find_their_tiles(
         known = len(prepares.made)
         assert prepares.made.count("few") == 2 * len(FEW_ROWS)
         assert prepares.made.count("many") == 2
-        for tokens in (1, 48, 64, 65, 128, 129, 500, 508, 509, 1024):
+        assert prepares.made.count("silu_and_quantize_kernel") == 2, "of up to 50 tokens, and of more"
+        for tokens in (1, 48, 50, 51, 64, 65, 128, 129, 500, 508, 509, 1024):
             layer(torch.ones(tokens, 256, dtype=torch.bfloat16))
         assert prepares.made[known:] == []
 
@@ -125,12 +127,15 @@ def test_a_layer_asks_for_the_calls_that_it_makes(monkeypatch: pytest.MonkeyPatc
         assert plain.warmup(max_tokens=[1]).kernels == (), "on a CPU there is nothing to do"
         monkeypatch.setattr(ep, "warmup", lambda **options: given.append(options))
         plain.warmup(max_tokens=[4, 1])
+        monkeypatch.setattr(moe, "known_max_tokens", lambda *_: None)
         beside.warmup(training=True)
+        beside.warmup(max_tokens=[4, 1])
         for wrong in (17, -1, True, 1.0):
             with pytest.raises(ArgumentError, match=r"max_tokens: expected integers in \[0, 16\]"):
                 plain.warmup(max_tokens=[wrong])  # type: ignore[list-item]
-    first, second = given
-    assert first["calls"] == Rehearsal(("fused",), ("fused",), (True,), (False,))
-    assert second["calls"] == Rehearsal(("split",), ("fused",), (True,), (True,))
+    first, second, third = given
+    assert third["calls"].bounds == (None, 4, 1)
+    assert first["calls"] == Rehearsal(("fused",), ("fused",), (True,), (False,)), "one rank knows the tokens of all"
+    assert second["calls"] == Rehearsal(("split",), ("fused",), (True,), (True,), (None,))
     assert (first["gradients"], second["gradients"]) == (False, True)
     assert [step.args[2] for step in (*first["beside"], *second["beside"])] == [(1, 4, 16), (16,)]

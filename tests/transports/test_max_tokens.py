@@ -10,11 +10,17 @@ import torch
 
 import moelink
 from moelink.kernels.launch import grid
+from moelink.kernels.launch.constants import DispatchSpec
+from moelink.kernels.launch.launcher import Launcher
 from moelink.memory.workspace import Workspace
 from moelink.nn import MoE
 from moelink.nn.experts import known_max_tokens
 from moelink.testing import assert_bitwise_equal
-from tests.support.cases import FIELDS, Case, Setup
+from moelink.transports.base import Rehearsal
+from moelink.transports.symmetric.dispatch import Dispatch
+from moelink.transports.symmetric.rank import Rank
+from moelink.transports.symmetric.warmup import prepare_calls
+from tests.support.cases import FIELDS, Case, Result, Setup, check_case
 from tests.support.symmetric_ranks import combine_requests, dispatch_requests, one_process
 
 LOOSE, TIGHT, SPLIT = (3, 3), (2, 2), (1, 2)
@@ -149,6 +155,54 @@ def test_a_large_communicator_takes_the_grid_of_a_small_one(monkeypatch):
         choose = [(large, 64), (small, None), (large, None), (large, 257)]
         got = [grid.dispatch_launch(c, device, tokens, encodes=False, max_tokens=m) for c, m in choose]
         assert got[0] == got[1] != got[2] == got[3]
+
+
+def test_a_large_communicator_takes_the_kernels_of_a_small_one():
+    device, cpu = torch.device("cuda", 0), torch.device("cpu")
+    fields = {"num_experts": 4, "topk": 2, "hidden_size": 128}
+    large, middle, small = (moelink.EPConfig(max_tokens_per_rank=most, **fields) for most in (4096, 512, 256))
+
+    def tokens(config: moelink.EPConfig, *bounds: int | None) -> list[int]:
+        return [grid.tokens_of_kernels(config, device, bound) for bound in bounds]
+
+    assert tokens(large, 0, 256, 257, 1024, 1025, None) == [256, 256, 1024, 1024, 4096, 4096]
+    assert tokens(middle, 256, 257, None) == [256, 512, 512]
+    assert tokens(small, 1, None) == [256, 256]
+    assert [grid.bounds_of_kernels(each, device) for each in (large, middle, small)] == [
+        [256, 1024, None], [256, None], [None],
+    ]  # fmt: skip
+    assert grid.bounds_of_kernels(large, device, (None, 8, 7)) == [256, None]
+    assert grid.bounds_of_kernels(dataclasses.replace(large, max_tokens_per_rank=5), cpu) == [4, None]
+
+
+@pytest.mark.parametrize("bounds", [(3, 7), (7, 3)], ids=str)
+@pytest.mark.parametrize("number", [0, 2, 4, 6])
+def test_ranks_need_not_take_kernels_of_the_same_tokens(number, bounds):
+    """On CPUs kernels are for up to 4 tokens, or for the 7 of the communicator; these have a launch for scales in
+    columns and tiles."""
+    setup, ranks = SETUPS[number], range(2)
+    case = Case(setup, "skewed", small=True, max_tokens=bounds)
+    transport = transport_of("symmetric", setup)
+    requests = bounded(dispatch_requests(case, ranks), bounds)
+    plans = [Dispatch.plan_of(transport.ranks[0], dataclasses.replace(requests[0], max_tokens=m)) for m in (4, 5, None)]
+    few, more, most = ((plan.both.S.MAX_TOKENS_ALONE, plan.layout is not None) for plan in plans)
+    assert few == (0, False)
+    assert more == most == (3, setup.dispatch_format != "bf16" and "layout" not in dict(setup.options))
+    for fused in (True, False):
+        recvs = transport.dispatch(requests, fused=fused).wait()
+        outs = transport.combine(combine_requests(case, ranks, recvs)).wait()
+        check_case(case, 2, [Result.of(recv, out) for recv, out in zip(recvs, outs, strict=True)])
+
+
+@pytest.mark.parametrize(("bounds", "later"), [((), {True, False}), ((None,), {True}), ((None, 3), {True, False})])
+def test_a_warmup_makes_calls_of_each_bound(monkeypatch, bounds, later):
+    """On devices it compiles what these calls launch; nothing is launched here."""
+    made: list[Any] = []
+    monkeypatch.setattr(Launcher, "launch", lambda _, kernel, *rest: made.append(kernel.S))
+    monkeypatch.setattr(Rank, "grant_credits", lambda _: None)
+    transport = transport_of("symmetric", SETUPS[2])
+    prepare_calls(transport.ranks[0], None, Rehearsal(bounds=bounds))
+    assert {spec.SCALES_LATER for spec in made if isinstance(spec, DispatchSpec)} == later
 
 
 def test_whoever_writes_padding_is_not_alone(monkeypatch):

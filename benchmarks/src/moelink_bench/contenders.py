@@ -19,6 +19,7 @@ from torch import Tensor
 import moelink
 from moelink.errors import UnsupportedError
 from moelink.formats import get_format
+from moelink.kernels.launch.grid import bounds_of_kernels
 from moelink.output import DispatchOutput
 from moelink.routing import ExpertMap
 from moelink.tools.common import dequantize_rows, row_major_scales
@@ -183,12 +184,16 @@ def compiling_only(ep: moelink.Communicator) -> Iterator[None]:
         yield
 
 
-def compile_calls(ep: moelink.Communicator, *, quantised: bool = False, num_sms: int | None = None) -> None:
+def compile_calls(
+    ep: moelink.Communicator, *, quantised: bool = False, num_sms: int | None = None,
+    bounds: Sequence[int | None] = (None,),
+) -> None:  # fmt: skip
     """Compile what the calls of the bench launch, for ``ep``'s device. Local to this rank.
 
     Args:
         quantised: rows are dispatched in the format.
         num_sms: SM limit of the calls, whose kernels are those of a communicator with this limit.
+        bounds: ``max_tokens`` of the calls.
     """
     config, device = ep.config, ep.device
     tokens = config.max_tokens_per_rank
@@ -200,7 +205,9 @@ def compile_calls(ep: moelink.Communicator, *, quantised: bool = False, num_sms:
         made = config.format.quantize(x)
         x, scales = made.payload, made.scales
     with compiling_only(ep):
-        recv = ep.dispatch(x, ids, weights, scales=scales, num_sms=num_sms)
+        for bound in bounds_of_kernels(config, device, bounds):
+            few = None if scales is None else scales[:bound]
+            recv = ep.dispatch(x[:bound], ids[:bound], weights[:bound], scales=few, max_tokens=bound, num_sms=num_sms)
         rows = recv.src_info.shape[:-1]
         y = torch.zeros(*rows, config.hidden_size, dtype=config.combine_dtype, device=device)
         ep.combine(y, recv, num_sms=num_sms)

@@ -412,7 +412,7 @@ class MoE(BalancedLayer):
         shared = self.shared_expert is not None
         calls = Rehearsal(
             dispatch=("split" if shared and self._hides_dispatch else "fused",), combine=("fused",), weighted=(True,),
-            shared=(shared,),
+            shared=(shared,), bounds=() if known_max_tokens(config, most) is not None else (None, *max_tokens),
         )  # fmt: skip
         bounds = tuple(sorted({*max_tokens, most} - {0}))
         rows = partial(rehearse, self, config, bounds, training=training)

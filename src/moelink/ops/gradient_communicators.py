@@ -112,7 +112,7 @@ class GradientCommunicators:
         A dispatch takes an earlier call's routing, which a session in a plain format prepares beside any other; a
         combine has no weights.
         """
-        calls = Rehearsal(dispatch=("fused",), combine=("fused",), weighted=(False,))
+        calls = Rehearsal(dispatch=("fused",), combine=("fused",), weighted=(False,), bounds=(None,))
         for session in dict.fromkeys((self.rows(), self.sums(), self.weights())):
             session.warmup((), calls, load=load)
 

@@ -36,12 +36,14 @@ class Rehearsal:
         dispatch, combine: "fused" for calls in one launch, "split" for those of ``dispatch_async``, ``combine_async``.
         weighted: with router weights, and without.
         shared: combines add ``shared``, or not.
+        bounds: values of ``max_tokens`` of dispatches, None for a call without; () for calls with any.
     """
 
     dispatch: tuple[Half, ...] = ("fused", "split")
     combine: tuple[Half, ...] = ("fused", "split")
     weighted: tuple[bool, ...] = (True, False)
     shared: tuple[bool, ...] = (False,)
+    bounds: tuple[int | None, ...] = ()
 
 
 EVERY_CALL = Rehearsal()

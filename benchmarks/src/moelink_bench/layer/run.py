@@ -133,7 +133,7 @@ def run_shape(report: RankReport, at: Setting, clock: Clock, say: Callable[[str]
             open_[name] = made
             if isinstance(made, MoelinkLayer) and made.capturable and at.plan.ranks > 1:
                 # No rank waits in a call for one that compiles.
-                compile_calls(made.ep)
+                compile_calls(made.ep, bounds=[case.tokens for _, case in cases])
                 host_barrier()
         for index, case in cases:
             say(f"{case.label} ({index + 1} of {len(at.plan.cases)})")

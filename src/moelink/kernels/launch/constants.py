@@ -260,11 +260,13 @@ def dispatch_spec(
     cached: bool = False,
     later: bool = True,
     max_block: int = 4096,
+    tokens: int | None = None,
 ) -> DispatchSpec:
     """Return the launch constants of a dispatch of rows of ``input_dtype``.
 
     ``quantized``: the rows are of the format itself, with scales beside them. ``cached``: the dispatch uses cached
-    routing. ``later``: a later launch may write the scales in their layout.
+    routing. ``later``: a later launch may write the scales in their layout. ``tokens``: those per rank that the kernels
+    are built for (:func:`~moelink.kernels.launch.grid.tokens_of_kernels`), None for the communicator's.
     """
     half = 2 if takes_numbers_in_turn(workspace.config) else 1  # CTAs of half as many warps hold half as much
     max_block //= half
@@ -286,7 +288,7 @@ def dispatch_spec(
     rows = 1 if cfg.layout == "rank" else cfg.topk + cfg.fused_shared_expert
     # With few tokens a CTA has only one; with many, messages hide one another's latency. On CPUs, where all numbers of
     # tokens are small, the limits are such that tests take every path.
-    most = cfg.max_tokens_per_rank
+    most = cfg.max_tokens_per_rank if tokens is None else tokens
     if device.type == "cpu":
         many = most > 4
         batch, gather, alone, counted = 2, 2, 3 if many else 0, (2, 16, 16 if workspace.senders_count_pairs else 4)

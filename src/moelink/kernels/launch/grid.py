@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,6 +110,31 @@ def dispatch_launch(
         least = max(2 * ranks, _padding_ctas(config, sms))
         receive = min(receive, 1 + max(least, messages))
     return Launch(send, receive, maxnreg=80, resident=3)
+
+
+def tokens_of_kernels(config: EPConfig, device: torch.device, max_tokens: int | None) -> int:
+    """Return the tokens per rank that the kernels of a dispatch are built for: those of the communicator, or one of the
+    limits FEW_TOKENS and MANY_TOKENS (on CPUs, where all numbers are small, 4) if that is less and no rank is expected
+    to send more than it. So calls of few tokens take as long in a communicator for many. Ranks need not choose alike.
+
+    Example: in a communicator for 4096 tokens a call of at most 8 takes kernels for 256, and one of 2000 those for
+    4096.
+    """
+    most = config.max_tokens_per_rank
+    fitting = (limit for limit in _limits(device) if max_tokens is not None and max_tokens <= limit < most)
+    return min(fitting, default=most)
+
+
+def bounds_of_kernels(config: EPConfig, device: torch.device, bounds: Sequence[int | None] = ()) -> list[int | None]:
+    """Return a value of ``max_tokens`` for each kernel that dispatches with ``bounds`` take, or with any: None for the
+    kernel of the communicator's tokens, as the last."""
+    most = config.max_tokens_per_rank
+    found = {tokens_of_kernels(config, device, bound) for bound in bounds or (*_limits(device), None)}
+    return [None if tokens == most else tokens for tokens in sorted(found)]
+
+
+def _limits(device: torch.device) -> tuple[int, ...]:
+    return (4,) if device.type == "cpu" else (FEW_TOKENS, MANY_TOKENS)
 
 
 def _padding_ctas(config: EPConfig, sms: int) -> int:

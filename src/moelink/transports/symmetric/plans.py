@@ -14,7 +14,13 @@ from torch import Tensor
 from moelink.kernels.dispatch import kernel as kernels
 from moelink.kernels.dispatch.scales import ep_lay_out_scales_kernel
 from moelink.kernels.launch.constants import COPY, ENCODE, dispatch_spec
-from moelink.kernels.launch.grid import TokenSplit, dispatch_launch, dispatch_numbers, layout_launch
+from moelink.kernels.launch.grid import (
+    TokenSplit,
+    dispatch_launch,
+    dispatch_numbers,
+    layout_launch,
+    tokens_of_kernels,
+)
 from moelink.kernels.launch.launcher import CompiledKernel
 from moelink.kernels.records import DispatchNumbers, DispatchOutputs, RoutingNotes
 from moelink.lease import IN_PLACE, CallCount, RowsInPlace
@@ -89,7 +95,7 @@ class LaunchPlan:
         config, workspace, kernel = rank.within(num_sms)
         spec = dispatch_spec(
             workspace, device, input_dtype=dtype, quantized=quantized, weights=weights, input_scale=input_scale,
-            cached=cached,
+            cached=cached, tokens=tokens_of_kernels(config, device, max_tokens),
         )  # fmt: skip
         spec = rank.in_form(spec)
         launch = dispatch_launch(

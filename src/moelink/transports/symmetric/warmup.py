@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from moelink.kernels.launch.constants import combine_spec
+from moelink.kernels.launch.grid import bounds_of_kernels
 from moelink.tracing.device.clocks import ClockNumbers, ep_compare_clocks_kernel
 from moelink.transports.base import EVERY_CALL, CombineRequest, DispatchRequest, Rehearsal
 from moelink.transports.symmetric.combine import Combine
@@ -20,12 +21,13 @@ def prepare_calls(rank: Rank, num_sms: int | None, calls: Rehearsal = EVERY_CALL
     ids = torch.empty(1, config.topk, dtype=torch.int32, device=rank.device)
     weights = torch.empty(1, config.topk, dtype=config.weight_dtype, device=rank.device)
     for given in (weights if weighted else None for weighted in calls.weighted):
-        dispatch = Dispatch(rank, DispatchRequest(x, ids, given, num_sms=num_sms), "")
+        for bound in bounds_of_kernels(config, rank.device, calls.bounds):
+            dispatch = Dispatch(rank, DispatchRequest(x, ids, given, max_tokens=bound, num_sms=num_sms), "")
+            for name in calls.dispatch:
+                for call in (dispatch.send_and_receive,) if name == "fused" else (dispatch.send, dispatch.receive):
+                    call()
         rows = dispatch.output.tokens.shape[:-1]
         y = torch.empty(*rows, config.hidden_size, dtype=config.combine_dtype, device=rank.device)
-        for name in calls.dispatch:
-            for call in (dispatch.send_and_receive,) if name == "fused" else (dispatch.send, dispatch.receive):
-                call()
         rank.overwrite_expired_rows()
         rank.grant_credits()
         for shared in calls.shared:
