@@ -19,7 +19,6 @@ from torch import Tensor
 import moelink
 from moelink.errors import UnsupportedError
 from moelink.formats import get_format
-from moelink.kernels.launch.grid import bounds_of_kernels
 from moelink.output import DispatchOutput
 from moelink.routing import ExpertMap
 from moelink.tools.common import dequantize_rows, row_major_scales
@@ -195,6 +194,8 @@ def compile_calls(
         num_sms: SM limit of the calls, whose kernels are those of a communicator with this limit.
         bounds: ``max_tokens`` of the calls.
     """
+    from moelink.kernels.launch.grid import bounds_of_kernels
+
     config, device = ep.config, ep.device
     tokens = config.max_tokens_per_rank
     x = torch.zeros(tokens, config.hidden_size, dtype=torch.bfloat16, device=device)
