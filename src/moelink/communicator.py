@@ -77,8 +77,8 @@ class Communicator(Lifetime):
                 rows as that one.
             max_tokens: a bound on the tokens of every rank in this call, from this rank's to ``max_tokens_per_rank``:
                 the output has room for the worst case of so many tokens (or ``capacity``) in place of the worst case of
-                the communicator. Rows that do not fit, as another rank sends more, are dropped and counted as those
-                over ``capacity``. Not with ``routing``.
+                the communicator, and few tokens take a kernel for few. Rows that do not fit, as another rank sends
+                more, are dropped and counted as those over ``capacity``. Not with ``routing``.
             num_sms: SMs that the kernels of this call may occupy, at most the communicator's; symmetric transport
                 only. Ranks need not pass the same. The first call with another number compiles, unless :meth:`warmup`
                 has done so.

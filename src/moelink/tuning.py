@@ -7,6 +7,7 @@ docs/lab/combine.md have the figures, under the heading that is named. Sizes tha
 
 FEW_TOKENS, MANY_TOKENS = 256, 1024
 """Communicators of up to FEW_TOKENS tokens per rank are built for latency, of more than MANY_TOKENS for throughput.
+Calls that state no more tokens than one of these take a dispatch that is built for so many (Dispatch, *Senders*).
 Dispatch, *Senders*: code for few tokens in the kernel of many costs 162.3 -> 170.3 us at 4096 tokens."""
 
 COUNTED_ALONE = 512

@@ -385,8 +385,8 @@ class MoE(BalancedLayer):
         kernels. On a CPU there is nothing to do.
 
         Args:
-            max_tokens: those of later calls (:meth:`forward`), of which the choice of a product may depend. Calls that
-                give none are always included.
+            max_tokens: those of later calls (:meth:`forward`), by which kernels of dispatch and products are chosen.
+                Calls that give none are always included.
             training: also for calls with gradients and their backwards. Their communicators are made now, so it is
                 collective then: every rank calls it.
 
