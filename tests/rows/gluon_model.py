@@ -178,7 +178,8 @@ class Language:
         assert ((here >= 0) & (here < pointer.data.numel())).all(), "a load outside of its tensor"
         return torch.where(mask, pointer.data.flatten()[here], torch.as_tensor(other, dtype=pointer.data.dtype))
 
-    def store(self, pointer: Pointer, values: torch.Tensor, mask: torch.Tensor) -> None:
+    def store(self, pointer: Pointer, values: torch.Tensor, mask: torch.Tensor, *, eviction_policy: str) -> None:
+        del eviction_policy  # of the speed alone
         assert self.followed, TOO_EARLY
         mask = mask.broadcast_to(values.shape)
         at = pointer.at.broadcast_to(values.shape)[mask]

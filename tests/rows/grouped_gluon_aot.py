@@ -75,7 +75,8 @@ def describe(name, form, registers):
         "registers": list(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", text))),
         "wanted_registers": registers,
         "given_back": len(back), "local": form.stack, "shared": form.shared,
-        "narrow_stores": len(re.findall(r"st\.global\.(?!v4\.b32)", text)),
+        "stays_in_cache": "createpolicy.fractional.L2::evict_last" in text,
+        "narrow_stores": len(re.findall(r"st\.global\.(?!\S*v4\.b32)", text)),
     }  # fmt: skip
 
 

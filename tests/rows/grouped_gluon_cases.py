@@ -106,5 +106,6 @@ def assert_forms_are_compiled(kernel: str, forms: int, *, wgmma: int) -> None:
         assert each["shared"] <= 227 << 10, f"{each} overflows an SM"
         assert each["wgmma"] == wgmma, each
         assert not each["narrow_stores"], f"{each}: expected stores of 16 bytes"
+        assert each["stays_in_cache"] == (kernel == "few" and each["form"] == "its second product"), each
         assert each["given_back"] == 2, f"{each}: expected all warps of a consumer to meet before a stage is given back"
         assert set(each["wanted_registers"]) <= set(each["registers"]), each

@@ -186,8 +186,9 @@ def _plus(sums, products, factor):
 
 
 @gluon.jit
-def store_part(out, sums, first_row, end, first_column, layout: gl.constexpr, S: gl.constexpr):
-    """Store a part of a tile [rows, BLOCK_COLUMNS] in ``layout``, as far as its rows and columns exist."""
+def store_part(out, sums, first_row, end, first_column, layout: gl.constexpr, EVICTION: gl.constexpr, S: gl.constexpr):
+    """Store a part of a tile [rows, BLOCK_COLUMNS] in ``layout``, as far as its rows and columns exist. EVICTION: when
+    it leaves the second-level cache, as Triton names it."""
     values = gl.convert_layout(sums, layout)
     row = first_row + gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
     column = first_column + gl.arange(0, S.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
@@ -195,7 +196,8 @@ def store_part(out, sums, first_row, end, first_column, layout: gl.constexpr, S:
     PARTLY: gl.constexpr = S.N % (S.BLOCK_COLUMNS * S.PARTS)
     if PARTLY != 0:
         mask = mask & gl.expand_dims(column < S.N, 0)
-    gl.store(out + gl.expand_dims(row.to(gl.int64) * S.N, 1) + gl.expand_dims(column, 0), values, mask=mask)
+    at = out + gl.expand_dims(row.to(gl.int64) * S.N, 1) + gl.expand_dims(column, 0)
+    gl.store(at, values, mask=mask, eviction_policy=EVICTION)
 
 
 @gluon.jit
@@ -249,8 +251,8 @@ def _consume(scales, weight_scales, out, rows, total, ring, HALF: gl.constexpr, 
             mbarrier.arrive(empty.index(stage), count=1)
             second = _plus(second, products, second_factor)
             block += 1
-        store_part(out, first.to(out.dtype.element_ty), row, end, column, stored, S)
-        store_part(out, second.to(out.dtype.element_ty), row, end, column + S.BLOCK_COLUMNS, stored, S)
+        store_part(out, first.to(out.dtype.element_ty), row, end, column, stored, "", S)
+        store_part(out, second.to(out.dtype.element_ty), row, end, column + S.BLOCK_COLUMNS, stored, "", S)
 
 
 @gluon.jit(do_not_specialize=["rows"])

@@ -198,7 +198,8 @@ def _consume(out, ring, PART: gl.constexpr, S: gl.constexpr):
             sums = gl.fma(products, gl.expand_dims(factor, 0).broadcast_to(products.shape), sums)
             stage, phase = _after(stage, phase, S)
         values = sums.to(out.dtype.element_ty).permute((1, 0))
-        store_part(out, values, row, end, column, stored, S)
+        # Combine reads what down stores, which is EARLY, behind weights that would drive it out of the cache.
+        store_part(out, values, row, end, column, stored, "evict_last" if S.EARLY else "", S)
         mbarrier.wait(ready.index(stage), phase)
         place = places.index(stage).load(fields)
         end = field_of(place, 1, fields)
