@@ -15,6 +15,7 @@ assertion. Warps within a partition are one.
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-SPOILED = float("nan")
+SPOILED = {torch.float32: float("nan"), torch.int32: 1 << 30, torch.int16: -1}
+"""What memory holds until something is delivered. Bytes are int16 here, so that one more value than theirs exists."""
 TOO_EARLY = "memory is read or written before the launch before this one has ended"
 
 
@@ -47,15 +49,16 @@ class Pointer:
 
 
 class Descriptor:
-    """A matrix that is copied by boxes, zeros behind its end."""
+    """A matrix of codes, bytes or words that is copied by boxes, zeros behind its end."""
 
     layout = None
 
     def __init__(self, data: torch.Tensor, box: tuple[int, int], *, early: bool = False) -> None:
-        self.data, self.box, self.early = data.float(), box, early
+        kept = {torch.uint8: torch.int16, torch.int32: torch.int32}.get(data.dtype, torch.float32)
+        self.data, self.box, self.early = data.to(kept), box, early
 
     def read(self, row: int, column: int) -> torch.Tensor:
-        block, found = torch.zeros(self.box), self.data[row : row + self.box[0], column : column + self.box[1]]
+        block, found = torch.zeros(self.box, dtype=self.data.dtype), self.data[row : row + self.box[0], column : column + self.box[1]]
         block[: found.shape[0], : found.shape[1]] = found
         return block
 
@@ -69,8 +72,12 @@ class Shared:
     def index(self, number: Any) -> Shared:
         return Shared(self.data[int(number)])
 
-    def slice(self, start: int, length: int) -> Shared:
-        return Shared(self.data[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
+        assert dtype == self.data.dtype
+        return Shared(self.data.view(shape))
 
     def permute(self, _order: Any) -> Shared:
         return Shared(self.data, not self.transposed)
@@ -106,14 +113,14 @@ class Copy:
 
 
 class Product:
-    """A product that is under way."""
+    """A product that is under way. Its left operand may be in registers."""
 
-    def __init__(self, left: Shared, right: Shared, plus: torch.Tensor) -> None:
-        self.left, self.right, self.plus = left, right, plus
-        self.seen = left.read(), right.read()
+    def __init__(self, left: Shared | torch.Tensor, right: Shared, plus: torch.Tensor) -> None:
+        self.operands = Shared(left) if isinstance(left, torch.Tensor) else left, right
+        self.plus, self.seen = plus, [operand.read() for operand in self.operands]
 
     def wait(self) -> torch.Tensor:
-        for operand, seen in zip((self.left, self.right), self.seen, strict=True):
+        for operand, seen in zip(self.operands, self.seen, strict=True):
             if not torch.equal(operand.read().nan_to_num(7e7), seen.nan_to_num(7e7)):
                 raise Overwritten("an operand changed under a product")
         return self.seen[0] @ self.seen[1] + self.plus
@@ -122,7 +129,8 @@ class Product:
 class Language:
     """The names that a Gluon kernel imports (``gl``, ``tma``, ``mbarrier``), for one CTA and one schedule."""
 
-    int32, int64, float32, float8e4nv = torch.int32, torch.int64, torch.float32, torch.float32
+    uint8, int32, int64 = torch.int16, torch.int32, torch.int64
+    float32 = float8e4nv = torch.float32
     minimum = staticmethod(lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)))
     maximum = staticmethod(lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)))
     where = staticmethod(lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)))
@@ -141,13 +149,16 @@ class Language:
         self.program, self.programs, self.random, self.seed = program, programs, random.Random(seed), seed
         self.copies: list[Copy] = []
         self.arrivals: list[tuple[Any, list[Copy]]] = []
+        self.products: dict[Any, list[Product]] = {}
         self.followed = False
         self.mbarrier = self
         self.tma = SimpleNamespace(async_copy_global_to_shared=self.copy_box)
         self.async_copy = SimpleNamespace(
             async_copy_global_to_shared=self.copy_places, mbarrier_arrive=self.arrive_behind_copies
         )
-        for name in ("BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "SwizzledSharedLayout"):
+        for name in (
+            "BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "SwizzledSharedLayout",
+        ):  # fmt: skip
             setattr(self, name, lambda *_: None)
         self.MBarrierLayout = lambda: "barriers"
 
@@ -155,6 +166,7 @@ class Language:
         """Return the values that replace the globals of a kernel's module."""
         return {
             "gl": self, "tl": self, "tma": self.tma, "async_copy": self.async_copy, "mbarrier": self,
+            "as_float": lambda bits: bits.contiguous().view(torch.float32),
             "fence_async_shared": lambda: None, "follow_previous_launch": self.follow_previous_launch,
             "wait_for_previous_launch": self.follow_previous_launch,
             "warpgroup_mma": self.warpgroup_mma, "warpgroup_mma_wait": self.warpgroup_mma_wait,
@@ -188,7 +200,27 @@ class Language:
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if layout == "barriers":
             return Barriers(shape[0])
-        return Shared(torch.full(shape, 1 << 30 if dtype == torch.int32 else SPOILED, dtype=dtype))
+        return Shared(torch.full(shape, SPOILED[dtype], dtype=dtype))
+
+    def inline_asm_elementwise(
+        self, text: str, _constraints: str, given: list[torch.Tensor], *, dtype: Any, is_pure: bool, pack: int
+    ) -> list[torch.Tensor]:
+        """Do instructions on words of four bytes, as the last dimension has them. Their results are e4m3."""
+        assert is_pure
+        assert pack == 4
+        [given] = given
+        bits = torch.where(given < 0, 0, given).to(torch.uint8).view(torch.int32).long()
+        words = {f"${len(dtype)}": bits & 0xFFFFFFFF}
+        for operation, to, *terms in re.findall(r"(shl|shr|and|lop3)\.\w+ (\S+), (\S+), (\w+)(?:, (\w+), (\w+))?;", text):
+            a, b, *more = (words[term] if term in words else int(term, 0) for term in terms if term)
+            words[to] = {
+                "shl": lambda a=a, b=b: a << b & 0xFFFFFFFF, "shr": lambda a=a, b=b: a >> b,
+                "and": lambda a=a, b=b: a & b, "lop3": lambda a=a, b=b, more=more: a & b | more[0],
+            }[operation]()  # fmt: skip
+            assert operation != "lop3" or more[1] == 0xF0 & 0xCC | 0xAA, "the table of a & b | c"
+        signed = [words[f"${place}"].where(words[f"${place}"] < 1 << 31, words[f"${place}"] - (1 << 32)) for place in range(len(dtype))]
+        codes = [each.to(torch.int32).view(torch.float8_e4m3fn).float() for each in signed]
+        return [code.where(given >= 0, SPOILED[torch.float32]) for code in codes]
 
     # --- barriers, copies, products -----------------------------------------------------------------------------------
 
@@ -231,7 +263,7 @@ class Language:
 
     def _copy(self, copy: Copy) -> None:
         assert copy.to.shape == copy.data.shape
-        copy.to.fill_(SPOILED)
+        copy.to.fill_(SPOILED[copy.to.dtype])
         self.copies.append(copy)
 
     def arrive_behind_copies(self, barrier: Any, *, increment_count: bool) -> None:
@@ -256,21 +288,27 @@ class Language:
         self.copies.remove(copy)
         copy.to.copy_(copy.data)
         if copy.barrier is not None:
-            copy.barrier.bytes -= copy.data.numel()
+            copy.barrier.bytes -= copy.data.numel() * (4 if copy.data.dtype == torch.int32 else 1)
             self._settle(copy.barrier)
         self._arrive_behind_copies()
 
-    def warpgroup_mma(self, left: Shared, right: Shared, plus: Any, *, use_acc: bool, is_async: bool) -> Product:
+    def warpgroup_mma(self, left: Any, right: Shared, plus: Any, *, use_acc: bool, is_async: bool) -> Product:
         assert is_async
         assert isinstance(plus, torch.Tensor), "expected registers that were waited for"
         self.switch()
-        return Product(left, right, plus if use_acc else torch.zeros_like(plus))
+        product = Product(left, right, plus if use_acc else torch.zeros_like(plus))
+        self.products.setdefault(getcurrent(), []).append(product)
+        return product
 
-    def warpgroup_mma_wait(self, pending: int, deps: list[Any]) -> Any:
-        assert pending == 0
-        assert len(deps) == 1
+    def warpgroup_mma_wait(self, pending: int, deps: Any) -> Any:
+        """Wait for all products of this partition but the last ``pending``, and return those of ``deps``."""
         self.switch()
-        return deps[0].wait() if isinstance(deps[0], Product) else deps[0]
+        under_way = self.products.setdefault(getcurrent(), [])
+        done = under_way[: len(under_way) - pending]
+        del under_way[: len(done)]
+        assert all(each in done for each in deps if isinstance(each, Product)), "a product is used before it is done"
+        results = tuple(each.wait() if isinstance(each, Product) else each for each in deps)
+        return results if len(results) > 1 else results[0]
 
     # --- schedule -----------------------------------------------------------------------------------------------------
 

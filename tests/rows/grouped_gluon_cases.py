@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moelink.rows import grouped_gluon, grouped_gluon_few
+from moelink.rows import grouped_gluon, grouped_gluon_few, grouped_gluon_mxfp4
 from tests.kernels.test_kernels_aot import output_of
 from tests.rows.gluon_model import Descriptor, Language, Pointer, rebuilt
 from tests.rows.grouped_fp8_cases import FP32_SUMS, POISON, Problem, error_over_bound
@@ -28,30 +28,34 @@ class Source:
     constants_of: Callable[..., Any]
     boxes: tuple[int, int]
 
-    def constants(self, weight: torch.Size, early: bool) -> SimpleNamespace:
+    def constants(self, weight: Any, early: bool) -> SimpleNamespace:
         """Launch constants as numbers."""
-        given = self.constants_of(weight, early=early)
+        given = self.constants_of(weight.shape, early=early)
         values = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
         return SimpleNamespace(**{name: getattr(value, "value", value) for name, value in values.items()})
+
+    def weights(self, weight: Any, _constants: SimpleNamespace, early: bool) -> tuple[Any, ...]:
+        """The kernel's arguments for ``weight``."""
+        flat = weight.codes.view(-1, weight.codes.shape[2])
+        return Descriptor(flat, (self.boxes[1], 128), early=early), Pointer(weight.scales)
 
     def run(
         self, given: Problem, out: torch.Tensor, *, programs: int = 2, seed: int = 0, early: bool = False,
         language: Language | None = None,
     ) -> None:  # fmt: skip
         """Do what the kernel's source does with ``given``, one CTA after the other, or the one of ``language``."""
-        weight, S = given.weight.codes, self.constants(given.weight.codes.shape, early)
+        S = self.constants(given.weight, early)
         for each in [language] if language else [Language(each, programs, seed + each) for each in range(programs)]:
             rebuilt(self.module, self.name, each)(
                 Descriptor(given.codes, (self.boxes[0], 128)), Pointer(given.scales),
-                Pointer(given.offsets, early=early),
-                Descriptor(weight.view(-1, weight.shape[2]), (self.boxes[1], 128), early=early),
-                Pointer(given.weight.scales), Pointer(out), len(given.codes), S,
+                Pointer(given.offsets, early=early), *self.weights(given.weight, S, early), Pointer(out),
+                len(given.codes), S,
             )  # fmt: skip
             assert each.followed, "the next launch takes this one's end for the end of those before it"
 
     def product(self, given: Problem, dtype: torch.dtype = torch.float32, **how: Any) -> torch.Tensor:
         """Return the output that the kernel's source computes for ``given``."""
-        out = torch.full((given.codes.shape[0], given.weight.codes.shape[1]), POISON, dtype=dtype)
+        out = torch.full((given.codes.shape[0], given.weight.shape[1]), POISON, dtype=dtype)
         self.run(given, out, **how)
         return out
 
@@ -71,6 +75,28 @@ FEW = {
     for rows in (64, 32, 16)
 }
 """By the rows of a tile."""
+
+
+class Mxfp4Source(Source):
+    """The kernel for weights in mxfp4."""
+
+    def constants(self, weight: Any, early: bool) -> SimpleNamespace:
+        of = partial(self.constants_of, biased=weight.has_bias)
+        return Source(self.module, self.name, of, self.boxes).constants(weight, early)
+
+    def weights(self, weight: Any, constants: SimpleNamespace, early: bool) -> tuple[Any, ...]:
+        S, words = constants, weight.scales.view(-1, weight.scales.shape[-1])
+        columns = S.PARTS * S.BLOCK_COLUMNS
+        return (
+            Descriptor(weight.codes.view(-1, 128), (columns // 4, 128), early=early),
+            Descriptor(words, (S.BLOCKS, columns), early=early), Pointer(weight.scales),
+        )  # fmt: skip
+
+
+def mxfp4_source(form: grouped_gluon_mxfp4.Form) -> Mxfp4Source:
+    """The kernel for weights in mxfp4, with tiles of a form."""
+    of = partial(grouped_gluon_mxfp4.constants_of, form=form)
+    return Mxfp4Source(grouped_gluon_mxfp4, "grouped_gluon_mxfp4_kernel", of, (form.row_box, 0))
 
 
 class Recorder(Language):

@@ -146,10 +146,21 @@ class Mxfp4Weight:
     def launch(
         self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor, *, follows_product: bool = False
     ) -> None:
-        """Fill ``out`` by the kernel, which begins behind any launch."""
-        from moelink.rows.grouped_mxfp4 import launch
+        """Fill ``out`` by a kernel: on compute capability 9.0, for few rows of each group, by one in Gluon, else by the
+        Triton kernel, which begins behind any launch."""
+        from moelink.nn.block_quantized import few_rows, takes_gluon
 
-        launch(codes, scales, row_offsets, self.codes, self.scales, out)
+        given = codes, scales, row_offsets, self.codes, self.scales, out
+        tile_rows = few_rows(len(codes), len(self.codes)) if takes_gluon(codes) else None
+        if tile_rows is None or self.codes.shape[2] % 4:
+            from moelink.rows.grouped_mxfp4 import launch
+
+            launch(*given)
+        else:
+            from moelink.rows.grouped_gluon_mxfp4 import FORMS
+            from moelink.rows.grouped_gluon_mxfp4 import launch as launch_few
+
+            launch_few(*given, FORMS[tile_rows], early=follows_product)
 
 
 def quantize_mxfp4(weight: Tensor) -> Mxfp4Weight:

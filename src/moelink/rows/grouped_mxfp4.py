@@ -54,7 +54,7 @@ _PACKED = tl.constexpr(32)
 
 
 @triton.jit
-def _halves(packed, S: tl.constexpr):
+def halves(packed, S: tl.constexpr):
     """The first and the second elements of bytes [columns, 32], each [columns, 32] in the type of the factors, times
     2**-6: bytes 0b00000010 and 0b11100001 (elements 1 and 0, and -0.5 and -0.5) -> 2**-6 and 0, -2**-7 and -2**-7."""
     if S.OPERANDS == "fp8":
@@ -103,7 +103,7 @@ def _tile(codes, scales, weight, weight_scales, out, rows, group, place, bounds,
         scale = tl.load(scales + ahead.to(tl.int64) * rows + present)
         word = tl.load(scales_at + ahead * S.N)
         for half in tl.static_range(2):
-            first, second = _halves(tl.load(weight_at + (2 * k + half) * (S.N * _PACKED)), S)
+            first, second = halves(tl.load(weight_at + (2 * k + half) * (S.N * _PACKED)), S)
             left = operand(tl.load(codes_at + (k * _BLOCK + half * 64)), S)
             right = operand(tl.load(codes_at + (k * _BLOCK + half * 64 + 32)), S)
             d = tl.dot(first, left.T, input_precision="ieee", out_dtype=tl.float32)

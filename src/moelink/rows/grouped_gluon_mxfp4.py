@@ -1,0 +1,315 @@
+"""Draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from moelink.formats.device import as_float
+from moelink.kernels.launch.cache_keys import Constants
+from moelink.kernels.launch.row_launch import Block
+from moelink.kernels.sync.dependent_launch import follow_previous_launch, wait_for_previous_launch
+from moelink.rows import common_kernel as common
+from moelink.rows.grouped_fp8 import BLOCK
+from moelink.rows.grouped_gluon import IN_SHARED, add, field_of, find_tile, store_part, tiles_of_groups
+from moelink.rows.grouped_gluon_few import _after
+from moelink.rows.grouped_mxfp4 import halves
+
+COLUMNS = 64
+RING_BYTES = 200 << 10
+PRODUCER_REGISTERS = 56
+WORDS_IN_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+AS_ROWS = gl.SharedLinearLayout(
+    [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 0], [2, 0], [4, 16], [9, 0], [18, 0], [32, 0]], [], 1024
+)
+
+_BLOCK, _COLUMNS, _PRODUCER_REGISTERS = gl.constexpr(BLOCK), gl.constexpr(COLUMNS), gl.constexpr(PRODUCER_REGISTERS)
+_AS_ROWS = gl.constexpr(AS_ROWS)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Mxfp4Constants(Constants):
+    K: int
+    N: int
+    NUM_GROUPS: int
+    GROUPS_POW2: int
+    BLOCK_ROWS: int
+    ROW_BOX: int
+    BLOCKS: int
+    STAGES: int
+    REGISTERS: int
+    TOGETHER: int
+    HAS_BIAS: bool = False
+    BLOCK_COLUMNS: int = COLUMNS
+    PARTS: int = 4
+    BAND: int = 16
+    EARLY: bool = False
+    OPERANDS: str = "fp8"
+    DEPENDENT_LAUNCH: bool = False
+
+
+@gluon.jit
+def _expect(bar, boxes, S: gl.constexpr):
+    BYTES: gl.constexpr = S.PARTS * S.BLOCK_COLUMNS * (_BLOCK // 2 + 4)
+    for count in gl.static_range(1, S.BLOCK_ROWS // S.ROW_BOX + 1):
+        mbarrier.expect(bar, S.BLOCKS * (count * S.ROW_BOX * _BLOCK + BYTES), pred=boxes == count)
+
+
+@gluon.jit
+def _load_weight(weight, words, group, column_tile, k, right, scale_words, stage, bar, S: gl.constexpr):
+    TILE: gl.constexpr = S.BLOCK_COLUMNS * S.PARTS
+    word_row = group * (S.K // _BLOCK + S.HAS_BIAS) + k * S.BLOCKS
+    tma.async_copy_global_to_shared(words, [word_row, column_tile * TILE], bar, scale_words.index(stage))
+    line = (group * (S.K // 64) + k * (2 * S.BLOCKS)) * (S.N // 4) + column_tile * (TILE // 4)
+    for half in gl.static_range(2 * S.BLOCKS):
+        to = right.index(stage * (2 * S.BLOCKS) + half)
+        tma.async_copy_global_to_shared(weight, [line + half * (S.N // 4), 0], bar, to)
+
+
+@gluon.jit
+def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.constexpr):
+    left, right, row_scales, scale_words, places, ready, empty = ring
+    KS: gl.constexpr = S.K // (_BLOCK * S.BLOCKS)
+    FIRST: gl.constexpr = min(S.STAGES, KS) if S.EARLY else 0
+    if not S.EARLY:
+        follow_previous_launch(S)
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    last_tiles = gl.associative_scan(tiles_of_groups(row_offsets, rows, 1, S), 0, add)
+    field = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
+    inside = gl.arange(0, S.BLOCK_ROWS * S.BLOCKS, lanes)
+    stage, phase = 0, 1
+    for tile in range(gl.program_id(0), gl.max(last_tiles, 0), gl.num_programs(0)):
+        group, row, end, column_tile = find_tile(tile, last_tiles, row_offsets, rows, S)
+        place = gl.where(field == 0, row, gl.where(field == 1, end, gl.where(field == 2, group, column_tile)))
+        scale_at = scales + gl.minimum(row + inside % S.BLOCK_ROWS, end - 1) + inside // S.BLOCK_ROWS * rows
+        boxes = gl.cdiv(gl.minimum(end - row, S.BLOCK_ROWS), S.ROW_BOX)
+        is_first = tile == gl.program_id(0)
+        if S.EARLY:
+            if is_first:
+                places.index(0).store(place)
+                for k in gl.static_range(FIRST):
+                    _expect(ready.index(k), boxes, S)
+                    _load_weight(weight, words, group, column_tile, k, right, scale_words, k, ready.index(k), S)
+                follow_previous_launch(S)
+        for k in range(KS):
+            if k % S.TOGETHER == 0:
+                last, its_phase = stage, phase
+                for _ in gl.static_range(S.TOGETHER - 1):
+                    last, its_phase = _after(last, its_phase, S)
+                mbarrier.wait(empty.index(last), its_phase)
+            bar = ready.index(stage)
+            if (k >= FIRST) | (not is_first):
+                if k == 0:
+                    places.index(stage).store(place)
+                _expect(bar, boxes, S)
+                _load_weight(weight, words, group, column_tile, k, right, scale_words, stage, bar, S)
+            for block in gl.static_range(S.BLOCKS):
+                for box in gl.static_range(S.BLOCK_ROWS // S.ROW_BOX):
+                    to = left.index(stage * S.BLOCKS + block).slice(box * S.ROW_BOX, S.ROW_BOX)
+                    at = [row + box * S.ROW_BOX, (k * S.BLOCKS + block) * _BLOCK]
+                    tma.async_copy_global_to_shared(codes, at, bar, to, pred=box < boxes)
+            async_copy.async_copy_global_to_shared(row_scales.index(stage), scale_at + k * (S.BLOCKS * rows))
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            stage, phase = _after(stage, phase, S)
+    mbarrier.wait(empty.index(stage), phase)
+    places.index(stage).store(field * 0)
+    async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+    mbarrier.arrive(ready.index(stage), count=1)
+
+
+@gluon.jit
+def _products(left, right, at, PART: gl.constexpr, layout: gl.constexpr, S: gl.constexpr):
+    """Begin the products of the four blocks of 32 of block ``at`` of the ring: tensors [BLOCK_COLUMNS, BLOCK_ROWS]."""
+    rows, by = left.index(at), at * (2 * S.PARTS) + PART
+    zeros = gl.zeros([S.BLOCK_COLUMNS, S.BLOCK_ROWS], gl.float32, layout)
+    operands: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
+    first, second = halves(right.index(by).load(operands), S)
+    third, fourth = halves(right.index(by + S.PARTS).load(operands), S)
+    d = warpgroup_mma(first, rows.slice(0, 32, 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    e = warpgroup_mma(second, rows.slice(32, 32, 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    f = warpgroup_mma(third, rows.slice(64, 32, 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    g = warpgroup_mma(fourth, rows.slice(96, 32, 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return d, e, f, g
+
+
+@gluon.jit
+def _add(sums, products, word, by_row):
+    """``sums`` plus the products of a block, with the scales of its four parts, times the scale of each row."""
+    d, e, f, g = products
+    word = gl.expand_dims(word, 1)
+    t = d * as_float((word << 23) & 0x7F800000)
+    t = gl.fma(e, as_float((word << 15) & 0x7F800000).broadcast_to(d.shape), t)
+    t = gl.fma(f, as_float((word << 7) & 0x7F800000).broadcast_to(d.shape), t)
+    t = gl.fma(g, as_float((word >> 1) & 0x7F800000).broadcast_to(d.shape), t)
+    return gl.fma(t, gl.expand_dims(by_row * 64.0, 0).broadcast_to(d.shape), sums)
+
+
+@gluon.jit
+def _consume(out, weight_scales, ring, PART: gl.constexpr, S: gl.constexpr):
+    left, right, row_scales, words, places, ready, empty = ring
+    KB: gl.constexpr = S.K // _BLOCK
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_ROWS, 32])
+    along_rows: gl.constexpr = gl.SliceLayout(0, layout)
+    along_columns: gl.constexpr = gl.SliceLayout(1, layout)
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    fields: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shape: gl.constexpr = [S.BLOCK_COLUMNS, S.BLOCK_ROWS]
+    right = right._reinterpret(gl.uint8, [S.STAGES * S.BLOCKS * 2 * S.PARTS, S.BLOCK_COLUMNS, 32], _AS_ROWS)
+    words = words._reinterpret(gl.int32, [S.STAGES * S.BLOCKS * S.PARTS, S.BLOCK_COLUMNS], plain)
+    row_scales = row_scales._reinterpret(gl.float32, [S.STAGES * S.BLOCKS, S.BLOCK_ROWS], plain)
+    stage, phase = 0, 0
+    mbarrier.wait(ready.index(stage), phase)
+    place = places.index(stage).load(fields)
+    end = field_of(place, 1, fields)
+    while end > 0:
+        row, group = field_of(place, 0, fields), field_of(place, 2, fields)
+        column = field_of(place, 3, fields) * (S.BLOCK_COLUMNS * S.PARTS) + PART * S.BLOCK_COLUMNS
+        sums = gl.zeros(shape, gl.float32, layout)
+        for _ in range(KB // S.BLOCKS):
+            mbarrier.wait(ready.index(stage), phase)
+            at = stage * S.BLOCKS
+            products = _products(left, right, at, PART, layout, S)
+            for block in gl.static_range(1, S.BLOCKS):
+                following = _products(left, right, at + block, PART, layout, S)
+                word = words.index((at + block - 1) * S.PARTS + PART).load(along_columns)
+                by_row = row_scales.index(at + block - 1).load(along_rows)
+                sums = _add(sums, warpgroup_mma_wait(4, deps=products), word, by_row)
+                products = following
+            word = words.index((at + S.BLOCKS - 1) * S.PARTS + PART).load(along_columns)
+            by_row = row_scales.index(at + S.BLOCKS - 1).load(along_rows)
+            products = warpgroup_mma_wait(0, deps=products)
+            mbarrier.arrive(empty.index(stage), count=1)
+            sums = _add(sums, products, word, by_row)
+            stage, phase = _after(stage, phase, S)
+        if S.HAS_BIAS:
+            here = gl.minimum(column + gl.arange(0, S.BLOCK_COLUMNS, along_columns), S.N - 1)
+            sums += gl.expand_dims(as_float(gl.load(weight_scales + (group * (KB + 1) + KB) * S.N + here)), 1)
+        values = sums.to(out.dtype.element_ty).permute((1, 0))
+        store_part(out, values, row, end, column, stored, S)
+        mbarrier.wait(ready.index(stage), phase)
+        place = places.index(stage).load(fields)
+        end = field_of(place, 1, fields)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def grouped_gluon_mxfp4_kernel(
+    codes, scales, row_offsets, weight, words, weight_scales, out, rows, S: gl.constexpr
+):
+    """See the module."""
+    TILE: gl.constexpr = S.BLOCK_COLUMNS * S.PARTS
+    left = gl.allocate_shared_memory(gl.float8e4nv, [S.STAGES * S.BLOCKS, S.BLOCK_ROWS, _BLOCK], codes.layout)
+    right = gl.allocate_shared_memory(gl.uint8, [S.STAGES * S.BLOCKS * 2, TILE // 4, 128], weight.layout)
+    scale_words = gl.allocate_shared_memory(gl.int32, [S.STAGES, S.BLOCKS, TILE], words.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    row_scales = gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BLOCKS * S.BLOCK_ROWS], plain)
+    places = gl.allocate_shared_memory(gl.int32, [S.STAGES, 4], plain)
+    ready = gl.allocate_shared_memory(gl.int64, [S.STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [S.STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(S.STAGES):
+        mbarrier.init(ready.index(stage), count=33)
+        mbarrier.init(empty.index(stage), count=S.PARTS)
+    fence_async_shared()
+    ring = (left, right, row_scales, scale_words, places, ready, empty)
+    if S.PARTS == 4:
+        gl.warp_specialize([
+            (_consume, (out, weight_scales, ring, 0, S)),
+            (_consume, (out, weight_scales, ring, 1, S)),
+            (_consume, (out, weight_scales, ring, 2, S)),
+            (_consume, (out, weight_scales, ring, 3, S)),
+            (_produce, (codes, scales, row_offsets, weight, words, rows, ring, S)),
+        ], [4, 4, 4, 1], [S.REGISTERS, S.REGISTERS, S.REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (out, weight_scales, ring, 0, S)),
+            (_consume, (out, weight_scales, ring, 1, S)),
+            (_produce, (codes, scales, row_offsets, weight, words, rows, ring, S)),
+        ], [4, 1], [S.REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
+    if S.EARLY:
+        wait_for_previous_launch(S)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How tiles are computed.
+
+    Attributes:
+        rows: of a tile.
+        parts: consumers, with 64 columns of a tile each.
+        blocks: of 128 along K, of a stage. An odd number of blocks of a row is multiplied one by one.
+        together: stages that are loaded at a time.
+        row_box: rows that are loaded at a time.
+        registers: of a thread, in the mean, and of a consumer's thread.
+        ring_bytes: the most of the ring.
+    """
+
+    rows: int
+    parts: int
+    blocks: int
+    together: int
+    row_box: int
+    registers: tuple[int, int]
+    ring_bytes: int = 200 << 10
+
+
+FORMS = {
+    16: Form(16, parts=4, blocks=1, together=2, row_box=16, registers=(96, 96)),
+    32: Form(32, parts=2, blocks=1, together=2, row_box=16, registers=(128, 128)),
+    64: Form(64, parts=2, blocks=1, together=2, row_box=16, registers=(168, 216)),
+}
+"""By the rows of a tile."""
+
+
+@lru_cache(maxsize=256)
+def constants_of(weight: torch.Size, form: Form, *, biased: bool = False, early: bool = False) -> Mxfp4Constants:
+    """Launch constants of the kernel for weights of shape [G, N, K]."""
+    groups, columns, inner = weight
+    blocks = form.blocks if inner % (form.blocks * BLOCK) == 0 else 1
+    stage = blocks * (form.rows * (BLOCK + 4) + COLUMNS * form.parts * (BLOCK // 2 + 4)) + 32
+    return Mxfp4Constants(
+        K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups), BLOCK_ROWS=form.rows,
+        ROW_BOX=form.row_box, BLOCKS=blocks, STAGES=form.ring_bytes // stage, REGISTERS=form.registers[1],
+        TOGETHER=form.together, PARTS=form.parts, HAS_BIAS=biased, EARLY=early,
+    )  # fmt: skip
+
+
+def launch(
+    codes: torch.Tensor, scales: torch.Tensor, row_offsets: torch.Tensor, weight: torch.Tensor,
+    weight_scales: torch.Tensor, out: torch.Tensor, form: Form, *, early: bool = False,
+    num_programs: int | None = None,
+) -> None:  # fmt: skip
+    """Fill ``out`` [R, N] for the rows there are, on a device of compute capability 9.0.
+
+    All tensors are contiguous, of the shapes in the table of :mod:`moelink.rows.grouped_mxfp4`, N a multiple of 4.
+    ``early`` and ``num_programs``: as of :func:`moelink.rows.grouped_gluon.launch`.
+    """
+    if not out.numel():
+        return
+    groups, blocks, columns, _ = weight.shape
+    words = weight_scales.view(-1, columns)
+    S = constants_of(torch.Size((groups, columns, 64 * blocks)), form, biased=len(words) > groups * (blocks // 2),
+                     early=early)  # fmt: skip
+    tile = COLUMNS * form.parts
+    row_tiles = min(len(codes), triton.cdiv(len(codes), form.rows) + groups)
+    # The sums use FMAs by name; nothing else is fused.
+    common.launch(
+        grouped_gluon_mxfp4_kernel,
+        (Block(codes, (form.row_box, BLOCK), IN_SHARED), scales, row_offsets,
+         Block(weight.view(-1, 128), (tile // 4, 128), IN_SHARED),
+         Block(words, (S.BLOCKS, tile), WORDS_IN_SHARED), weight_scales, out, len(codes)),
+        S, row_tiles * triton.cdiv(columns, tile), absent=row_offsets, per_sm=1, num_programs=num_programs, num_warps=4,
+        maxnreg=form.registers[0],
+    )  # fmt: skip
