@@ -58,7 +58,8 @@ class Descriptor:
         self.data, self.box, self.early = data.to(kept), box, early
 
     def read(self, row: int, column: int) -> torch.Tensor:
-        block, found = torch.zeros(self.box, dtype=self.data.dtype), self.data[row : row + self.box[0], column : column + self.box[1]]
+        block = torch.zeros(self.box, dtype=self.data.dtype)
+        found = self.data[row : row + self.box[0], column : column + self.box[1]]
         block[: found.shape[0], : found.shape[1]] = found
         return block
 
@@ -209,17 +210,12 @@ class Language:
         assert is_pure
         assert pack == 4
         [given] = given
-        bits = torch.where(given < 0, 0, given).to(torch.uint8).view(torch.int32).long()
-        words = {f"${len(dtype)}": bits & 0xFFFFFFFF}
-        for operation, to, *terms in re.findall(r"(shl|shr|and|lop3)\.\w+ (\S+), (\S+), (\w+)(?:, (\w+), (\w+))?;", text):
-            a, b, *more = (words[term] if term in words else int(term, 0) for term in terms if term)
-            words[to] = {
-                "shl": lambda a=a, b=b: a << b & 0xFFFFFFFF, "shr": lambda a=a, b=b: a >> b,
-                "and": lambda a=a, b=b: a & b, "lop3": lambda a=a, b=b, more=more: a & b | more[0],
-            }[operation]()  # fmt: skip
-            assert operation != "lop3" or more[1] == 0xF0 & 0xCC | 0xAA, "the table of a & b | c"
-        signed = [words[f"${place}"].where(words[f"${place}"] < 1 << 31, words[f"${place}"] - (1 << 32)) for place in range(len(dtype))]
-        codes = [each.to(torch.int32).view(torch.float8_e4m3fn).float() for each in signed]
+        words = {f"${len(dtype)}": given.clamp(min=0).to(torch.uint8).view(torch.int32).long() & 0xFFFFFFFF}
+        for operation, to, *terms in re.findall(r"(\w+)\.[bu]32 (\S+), (\S+), (\w+)(?:, (\w+), 0x(\w+))?;", text):
+            a, b, c = (words[term] if term in words else int(term or "0", 0) for term in terms[:3])
+            assert operation != "lop3" or int(terms[3], 16) == 0xF0 & 0xCC | 0xAA, "expected the table of a & b | c"
+            words[to] = (a << b) & 0xFFFFFFFF if operation == "shl" else a >> b if operation == "shr" else a & b | c
+        codes = (words[f"${place}"].to(torch.uint32).view(torch.float8_e4m3fn).float() for place in range(len(dtype)))
         return [code.where(given >= 0, SPOILED[torch.float32]) for code in codes]
 
     # --- barriers, copies, products -----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Compiles a grouped fp8 product in Gluon for sm_90, on a machine without a GPU: ``python grouped_gluon_aot.py many``,
-or with ``few`` that of few rows. Prints a JSON object for each form.
+or with ``few`` that of few rows, or with ``mxfp4`` that of few rows and weights in mxfp4. Prints a JSON object for each
+form.
 
 Needs TRITON_INTERPRET unset.
 """
@@ -11,11 +12,11 @@ import sys
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from moelink.rows import grouped_gluon as many
 from moelink.rows import grouped_gluon_few as few
+from moelink.rows import grouped_gluon_mxfp4 as mxfp4
 from moelink_testing.lowering import Lowered, source
 
 FIRST, SECOND, ODD, ONE = map(torch.Size, ([32, 4096, 7168], [32, 7168, 2048], [130, 200, 384], [1, 136, 128]))
@@ -29,6 +30,10 @@ FORMS = {
         "DeepSeek-V3": (FIRST, "bf16", 16), "its second product": (SECOND, "bf16", 32),
         "odd columns": (ODD, "fp32", 64),
     },
+    "mxfp4": {
+        "DeepSeek-V3": (FIRST, "bf16", 16), "its second product": (SECOND, "bf16", 32),
+        "odd columns, with biases": (ODD, "fp32", 64),
+    },
 }  # fmt: skip
 """Shape of the weights, dtype of the output, and rows of a tile."""
 
@@ -36,41 +41,60 @@ GIVEN_BACK = r"wgmma\.wait_group\S*\s+0;(?:(?!wgmma).)*?bar\.sync[^;]*;(?:(?!bar
 """A consumer waits for its products, all of its warps meet, and then a stage is given back."""
 
 
-def launch_of(weight, tile_rows=None):
-    """The kernel, the rows of its boxes of rows and weights, its constants, its options, and registers of a thread."""
+def block(dtype, shape, layout=many.IN_SHARED):
+    """Triton's name of the type of a descriptor."""
+    return f"tensordesc<{dtype}{list(shape)},{layout!r}>"
+
+
+def launch_of(kind, weight, tile_rows=None):
+    """The kernel, its constants, the types of rows and of the weight's tensors, its options, consumers, and registers
+    of a thread."""
     early = weight == SECOND
-    if tile_rows is None:
+    if kind == "many":
+        blocks = block("fp8e4nv", (many.PART_ROWS, 128)), {"weight": block("fp8e4nv", (128, 128))}
         registers = [many.CONSUMER_REGISTERS, many.PRODUCER_REGISTERS]
-        boxes, constants = (many.PART_ROWS, many.BLOCK), many.constants_of(weight, early=early)
-        return many.grouped_gluon_kernel, boxes, constants, {}, registers
-    most = few.REGISTERS[tile_rows]
-    boxes, constants = (few.ROW_BOX, few.COLUMNS), few.constants_of(weight, tile_rows, early=early)
-    return few.grouped_gluon_few_kernel, boxes, constants, {"maxnreg": most}, [most, few.PRODUCER_REGISTERS]
+        return many.grouped_gluon_kernel, many.constants_of(weight, early=early), *blocks, {}, 2, registers
+    if kind == "few":
+        blocks = block("fp8e4nv", (few.ROW_BOX, 128)), {"weight": block("fp8e4nv", (few.COLUMNS, 128))}
+        constants, most = few.constants_of(weight, tile_rows, early=early), few.REGISTERS[tile_rows]
+        registers = [most, few.PRODUCER_REGISTERS]
+        return few.grouped_gluon_few_kernel, constants, *blocks, {"maxnreg": most}, 2, registers
+    form = mxfp4.FORMS[tile_rows]
+    constants = mxfp4.constants_of(weight, form, biased=weight == ODD, early=early)
+    columns = mxfp4.COLUMNS * form.parts
+    by = {
+        "weight": block("u8", (columns // 4, 128)),
+        "words": block("i32", (constants.BLOCKS.value, columns), mxfp4.WORDS_IN_SHARED), "weight_scales": "*i32",
+    }  # fmt: skip
+    registers = [form.registers[1], mxfp4.PRODUCER_REGISTERS]
+    rows, options = block("fp8e4nv", (form.row_box, 128)), {"maxnreg": form.registers[0]}
+    return mxfp4.grouped_gluon_mxfp4_kernel, constants, rows, by, options, form.parts, registers
 
 
-def compiled(weight, out, *rows):
-    """The compiled kernel for weights of shape ``weight``, and the registers that it asks for."""
-    kernel, boxes, constants, options, registers = launch_of(weight, *rows)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    codes, codes_of_weight = (f"tensordesc<fp8e4nv[{box}, 128],{layout!r}>" for box in boxes)
+def compiled(kind, weight, out, *rows):
+    """The compiled kernel for weights of shape ``weight``, its consumers, and the registers that it asks for."""
+    kernel, constants, codes, by, options, consumers, registers = launch_of(kind, weight, *rows)
     arguments = {
-        "codes": codes, "scales": "*fp32", "row_offsets": "*i32", "weight": codes_of_weight, "weight_scales": "*fp32",
-        "out": f"*{out}", "rows": "i32",
+        "codes": codes, "scales": "*fp32", "row_offsets": "*i32", "weight_scales": "*fp32", **by, "out": f"*{out}",
+        "rows": "i32",
     }  # fmt: skip
     made = source(kernel, arguments, {"S": constants})
     made = GluonASTSource(made.fn, made.signature, made.constants, made.attrs)
     options = {"num_warps": 4, "enable_fp_fusion": False, **options}
     binary = triton.compile(made, target=GPUTarget("cuda", 90, 32), options=options)
     stages = {name: code for name, code in binary.asm.items() if isinstance(code, str | bytes)}
-    return Lowered("sm_90", stages, binary.metadata.shared), registers
+    return Lowered("sm_90", stages, binary.metadata.shared), consumers, registers
 
 
-def describe(name, form, registers):
+def describe(name, form, consumers, registers):
     """Counts of what the kernel rests on."""
     text = form.assembly
     back = re.findall(GIVEN_BACK, text, re.S)
     return {
-        "form": name, "wgmma": len(re.findall(r"wgmma\.mma_async\S*m64n\d+k32\S*\.e4m3\.e4m3", text)),
+        "form": name, "consumers": consumers,
+        "wgmma": len(re.findall(r"wgmma\.mma_async\S*m64n\d+k32\S*\.e4m3\.e4m3", text)),
+        "from_registers": len(re.findall(r"wgmma\.mma_async\S* \{[^}]*\}, \{", text)),
+        "ldmatrix": len(re.findall(r"ldmatrix\S*\.x4", text)),
         "tma": len(re.findall(r"cp\.async\.bulk\.tensor\S*global", text)),
         "registers": list(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", text))),
         "wanted_registers": registers,
@@ -81,5 +105,6 @@ def describe(name, form, registers):
 
 
 if __name__ == "__main__":
-    for name, form in FORMS[sys.argv[1]].items():
-        print(json.dumps(describe(name, *compiled(*form))), flush=True)
+    kind = sys.argv[1]
+    for name, form in FORMS[kind].items():
+        print(json.dumps(describe(name, *compiled(kind, *form))), flush=True)

@@ -102,7 +102,7 @@ class FewConstants(Constants):
 
 
 @gluon.jit
-def _after(stage, phase, S: gl.constexpr):
+def after(stage, phase, S: gl.constexpr):
     """The stage of the next block, and the parity of its use."""
     last = stage == S.STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
@@ -148,7 +148,7 @@ def _produce(codes, scales, row_offsets, weight, weight_scales, rows, ring, S: g
             if k % S.TOGETHER == 0:
                 last, its_phase = stage, phase
                 for _ in gl.static_range(S.TOGETHER - 1):
-                    last, its_phase = _after(last, its_phase, S)
+                    last, its_phase = after(last, its_phase, S)
                 mbarrier.wait(empty.index(last), its_phase)
             bar = ready.index(stage)
             if (k >= FIRST) | (not is_first):
@@ -163,7 +163,7 @@ def _produce(codes, scales, row_offsets, weight, weight_scales, rows, ring, S: g
             async_copy.async_copy_global_to_shared(row_scales.index(stage), scale_at + k * rows)
             async_copy.async_copy_global_to_shared(by_scales.index(stage), by_at + k)
             async_copy.mbarrier_arrive(bar, increment_count=False)
-            stage, phase = _after(stage, phase, S)
+            stage, phase = after(stage, phase, S)
     mbarrier.wait(empty.index(stage), phase)
     places.index(stage).store(field * 0)
     async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
@@ -196,7 +196,7 @@ def _consume(out, ring, PART: gl.constexpr, S: gl.constexpr):
             products = warpgroup_mma_wait(0, deps=[products])
             mbarrier.arrive(empty.index(stage), count=1)
             sums = gl.fma(products, gl.expand_dims(factor, 0).broadcast_to(products.shape), sums)
-            stage, phase = _after(stage, phase, S)
+            stage, phase = after(stage, phase, S)
         values = sums.to(out.dtype.element_ty).permute((1, 0))
         # Combine reads what down stores, which is EARLY, behind weights that would drive it out of the cache.
         store_part(out, values, row, end, column, stored, "evict_last" if S.EARLY else "", S)

@@ -1,4 +1,24 @@
-"""Draft."""
+"""Grouped matrix product of fp8 rows and weights in mxfp4 for compute capability 9.0, for few rows of each group.
+
+The product, its tensors and its sums, in their order, are those of :mod:`moelink.rows.grouped_mxfp4`, whose bits it
+has. N is a multiple of 4. CTAs, tiles, the ring and its protocol are those of :mod:`moelink.rows.grouped_gluon_few`,
+with these differences:
+
+* PARTS *consumers* share a tile of 64 * PARTS columns, and ``empty`` expects an arrival of each.
+* A stage holds BLOCKS blocks of 128 along K: of each, the rows and their scales, two boxes of bytes of the weight, and
+  a word of scales of each column. A consumer begins the products of all of them before it waits for the first.
+* A place is (first row, end of the group, group, tile of columns). Biases are read from memory, behind the last block.
+
+A box of bytes has 32 of each column. Side by side in memory, they are loaded as *lines* of 128, those of four columns,
+because the TMA unit takes one line at a time. It stores piece p (16 bytes) of line l as piece ``p ^ (l % 8)``.
+Consumers read the same memory as rows of 32 bytes (``AS_COLUMNS``). 16 bytes of each of 8 columns are four pieces of
+each of two lines, all in other banks: so one instruction (``ldmatrix``) loads a left operand without a conflict, into
+the registers that the tensor core takes it from, and there the bytes become e4m3.
+
+Example: 3 groups of 5, 0 and 20 rows, 512 columns, tiles of 16 rows and 4 parts: 1 x 2, 0 and 2 x 2 tiles. CTA 0 of 4
+computes tiles 0 and 4: rows 0 to 4 and columns 0 to 255 of group 0, then rows 5 to 20 and columns 256 to 511 of group
+2. Bytes 16 to 31 of column 9 are piece 3 of line 2, which is stored as piece 1, at byte 2 * 128 + 16 of a part's 2048.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +45,37 @@ from moelink.kernels.sync.dependent_launch import follow_previous_launch, wait_f
 from moelink.rows import common_kernel as common
 from moelink.rows.grouped_fp8 import BLOCK
 from moelink.rows.grouped_gluon import IN_SHARED, add, field_of, find_tile, store_part, tiles_of_groups
-from moelink.rows.grouped_gluon_few import _after
+from moelink.rows.grouped_gluon_few import after
 from moelink.rows.grouped_mxfp4 import halves
 
-COLUMNS = 64
-RING_BYTES = 200 << 10
+COLUMNS, LINE = 64, 128
+"""Columns of a consumer, and bytes of a line."""
 PRODUCER_REGISTERS = 56
+"""Of a thread."""
 WORDS_IN_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-AS_ROWS = gl.SharedLinearLayout(
+"""The layout of words of scales, as in memory."""
+AS_COLUMNS = gl.SharedLinearLayout(
     [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 0], [2, 0], [4, 16], [9, 0], [18, 0], [32, 0]], [], 1024
 )
+"""(column, byte) that is 2 ** i bytes behind the first of a part, i = 0, 1, ...; others follow by XOR."""
 
-_BLOCK, _COLUMNS, _PRODUCER_REGISTERS = gl.constexpr(BLOCK), gl.constexpr(COLUMNS), gl.constexpr(PRODUCER_REGISTERS)
-_AS_ROWS = gl.constexpr(AS_ROWS)
+_BLOCK, _LINE, _PRODUCER_REGISTERS = gl.constexpr(BLOCK), gl.constexpr(LINE), gl.constexpr(PRODUCER_REGISTERS)
+_AS_COLUMNS = gl.constexpr(AS_COLUMNS)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Mxfp4Constants(Constants):
+    """Launch constants of the kernel.
+
+    Attributes:
+        K, N: columns of a row and of the output. NUM_GROUPS: groups; GROUPS_POW2: the next power of two.
+        BLOCK_ROWS, ROW_BOX, BLOCKS, TOGETHER, PARTS: as of :class:`Form`. STAGES: of the ring.
+        REGISTERS: of a consumer's thread. BLOCK_COLUMNS: of a consumer.
+        BAND: tiles of rows that tiles in progress span.
+        HAS_BIAS: add biases. EARLY: load weights before the launch before this one has ended.
+        OPERANDS: the type of the factors, as of ``rows.grouped_fp8``. DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
+    """
+
     K: int
     N: int
     NUM_GROUPS: int
@@ -49,20 +83,21 @@ class Mxfp4Constants(Constants):
     BLOCK_ROWS: int
     ROW_BOX: int
     BLOCKS: int
+    TOGETHER: int
+    PARTS: int
     STAGES: int
     REGISTERS: int
-    TOGETHER: int
-    HAS_BIAS: bool = False
+    HAS_BIAS: bool
+    EARLY: bool
     BLOCK_COLUMNS: int = COLUMNS
-    PARTS: int = 4
     BAND: int = 16
-    EARLY: bool = False
     OPERANDS: str = "fp8"
     DEPENDENT_LAUNCH: bool = False
 
 
 @gluon.jit
 def _expect(bar, boxes, S: gl.constexpr):
+    """Arrive, and expect the bytes of a stage with ``boxes`` boxes of rows of each block."""
     BYTES: gl.constexpr = S.PARTS * S.BLOCK_COLUMNS * (_BLOCK // 2 + 4)
     for count in gl.static_range(1, S.BLOCK_ROWS // S.ROW_BOX + 1):
         mbarrier.expect(bar, S.BLOCKS * (count * S.ROW_BOX * _BLOCK + BYTES), pred=boxes == count)
@@ -70,17 +105,19 @@ def _expect(bar, boxes, S: gl.constexpr):
 
 @gluon.jit
 def _load_weight(weight, words, group, column_tile, k, right, scale_words, stage, bar, S: gl.constexpr):
+    """Load blocks ``k * BLOCKS`` on of the weight of a tile, and their scales, into ``stage``."""
     TILE: gl.constexpr = S.BLOCK_COLUMNS * S.PARTS
     word_row = group * (S.K // _BLOCK + S.HAS_BIAS) + k * S.BLOCKS
     tma.async_copy_global_to_shared(words, [word_row, column_tile * TILE], bar, scale_words.index(stage))
-    line = (group * (S.K // 64) + k * (2 * S.BLOCKS)) * (S.N // 4) + column_tile * (TILE // 4)
+    box = group * (S.K // 64) + k * (2 * S.BLOCKS)
     for half in gl.static_range(2 * S.BLOCKS):
-        to = right.index(stage * (2 * S.BLOCKS) + half)
-        tma.async_copy_global_to_shared(weight, [line + half * (S.N // 4), 0], bar, to)
+        line = (box + half) * (S.N // 4) + column_tile * (TILE // 4)
+        tma.async_copy_global_to_shared(weight, [line, 0], bar, right.index(stage * (2 * S.BLOCKS) + half))
 
 
 @gluon.jit
 def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.constexpr):
+    """Load all blocks of this CTA's tiles, in order, each into its stage as soon as that is empty."""
     left, right, row_scales, scale_words, places, ready, empty = ring
     KS: gl.constexpr = S.K // (_BLOCK * S.BLOCKS)
     FIRST: gl.constexpr = min(S.STAGES, KS) if S.EARLY else 0
@@ -108,7 +145,7 @@ def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.conste
             if k % S.TOGETHER == 0:
                 last, its_phase = stage, phase
                 for _ in gl.static_range(S.TOGETHER - 1):
-                    last, its_phase = _after(last, its_phase, S)
+                    last, its_phase = after(last, its_phase, S)
                 mbarrier.wait(empty.index(last), its_phase)
             bar = ready.index(stage)
             if (k >= FIRST) | (not is_first):
@@ -123,7 +160,7 @@ def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.conste
                     tma.async_copy_global_to_shared(codes, at, bar, to, pred=box < boxes)
             async_copy.async_copy_global_to_shared(row_scales.index(stage), scale_at + k * (S.BLOCKS * rows))
             async_copy.mbarrier_arrive(bar, increment_count=False)
-            stage, phase = _after(stage, phase, S)
+            stage, phase = after(stage, phase, S)
     mbarrier.wait(empty.index(stage), phase)
     places.index(stage).store(field * 0)
     async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
@@ -159,6 +196,7 @@ def _add(sums, products, word, by_row):
 
 @gluon.jit
 def _consume(out, weight_scales, ring, PART: gl.constexpr, S: gl.constexpr):
+    """Multiply the columns of part PART of this CTA's tiles, and store them."""
     left, right, row_scales, words, places, ready, empty = ring
     KB: gl.constexpr = S.K // _BLOCK
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_ROWS, 32])
@@ -168,7 +206,7 @@ def _consume(out, weight_scales, ring, PART: gl.constexpr, S: gl.constexpr):
     fields: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shape: gl.constexpr = [S.BLOCK_COLUMNS, S.BLOCK_ROWS]
-    right = right._reinterpret(gl.uint8, [S.STAGES * S.BLOCKS * 2 * S.PARTS, S.BLOCK_COLUMNS, 32], _AS_ROWS)
+    right = right._reinterpret(gl.uint8, [S.STAGES * S.BLOCKS * 2 * S.PARTS, S.BLOCK_COLUMNS, 32], _AS_COLUMNS)
     words = words._reinterpret(gl.int32, [S.STAGES * S.BLOCKS * S.PARTS, S.BLOCK_COLUMNS], plain)
     row_scales = row_scales._reinterpret(gl.float32, [S.STAGES * S.BLOCKS, S.BLOCK_ROWS], plain)
     stage, phase = 0, 0
@@ -194,7 +232,7 @@ def _consume(out, weight_scales, ring, PART: gl.constexpr, S: gl.constexpr):
             products = warpgroup_mma_wait(0, deps=products)
             mbarrier.arrive(empty.index(stage), count=1)
             sums = _add(sums, products, word, by_row)
-            stage, phase = _after(stage, phase, S)
+            stage, phase = after(stage, phase, S)
         if S.HAS_BIAS:
             here = gl.minimum(column + gl.arange(0, S.BLOCK_COLUMNS, along_columns), S.N - 1)
             sums += gl.expand_dims(as_float(gl.load(weight_scales + (group * (KB + 1) + KB) * S.N + here)), 1)
@@ -207,12 +245,12 @@ def _consume(out, weight_scales, ring, PART: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def grouped_gluon_mxfp4_kernel(
-    codes, scales, row_offsets, weight, words, weight_scales, out, rows, S: gl.constexpr
-):
+    codes, scales, row_offsets, weight, words, weight_scales, out, rows, S: gl.constexpr,
+):  # fmt: skip
     """See the module."""
     TILE: gl.constexpr = S.BLOCK_COLUMNS * S.PARTS
     left = gl.allocate_shared_memory(gl.float8e4nv, [S.STAGES * S.BLOCKS, S.BLOCK_ROWS, _BLOCK], codes.layout)
-    right = gl.allocate_shared_memory(gl.uint8, [S.STAGES * S.BLOCKS * 2, TILE // 4, 128], weight.layout)
+    right = gl.allocate_shared_memory(gl.uint8, [S.STAGES * S.BLOCKS * 2, TILE // 4, _LINE], weight.layout)
     scale_words = gl.allocate_shared_memory(gl.int32, [S.STAGES, S.BLOCKS, TILE], words.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     row_scales = gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BLOCKS * S.BLOCK_ROWS], plain)
@@ -248,12 +286,11 @@ class Form:
 
     Attributes:
         rows: of a tile.
-        parts: consumers, with 64 columns of a tile each.
-        blocks: of 128 along K, of a stage. An odd number of blocks of a row is multiplied one by one.
-        together: stages that are loaded at a time.
-        row_box: rows that are loaded at a time.
-        registers: of a thread, in the mean, and of a consumer's thread.
-        ring_bytes: the most of the ring.
+        parts: consumers, 2 or 4, with 64 columns of a tile each.
+        blocks: of 128 along K, of a stage, if those of a row are a multiple; else 1.
+        together: stages that are loaded at a time. row_box: rows that are.
+        registers: of a thread in the mean, and of a consumer's thread.
+        ring_bytes: the most of rows, weights and scales in the ring.
     """
 
     rows: int
@@ -278,7 +315,7 @@ def constants_of(weight: torch.Size, form: Form, *, biased: bool = False, early:
     """Launch constants of the kernel for weights of shape [G, N, K]."""
     groups, columns, inner = weight
     blocks = form.blocks if inner % (form.blocks * BLOCK) == 0 else 1
-    stage = blocks * (form.rows * (BLOCK + 4) + COLUMNS * form.parts * (BLOCK // 2 + 4)) + 32
+    stage = blocks * (form.rows * (BLOCK + 4) + COLUMNS * form.parts * (BLOCK // 2 + 4))
     return Mxfp4Constants(
         K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups), BLOCK_ROWS=form.rows,
         ROW_BOX=form.row_box, BLOCKS=blocks, STAGES=form.ring_bytes // stage, REGISTERS=form.registers[1],
@@ -308,7 +345,7 @@ def launch(
     common.launch(
         grouped_gluon_mxfp4_kernel,
         (Block(codes, (form.row_box, BLOCK), IN_SHARED), scales, row_offsets,
-         Block(weight.view(-1, 128), (tile // 4, 128), IN_SHARED),
+         Block(weight.view(-1, LINE), (tile // 4, LINE), IN_SHARED),
          Block(words, (S.BLOCKS, tile), WORDS_IN_SHARED), weight_scales, out, len(codes)),
         S, row_tiles * triton.cdiv(columns, tile), absent=row_offsets, per_sm=1, num_programs=num_programs, num_warps=4,
         maxnreg=form.registers[0],
