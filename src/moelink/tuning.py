@@ -61,8 +61,8 @@ ROWS_AHEAD = 3
 
 FEW_ROWS = (16, 16), (32, 32), (127, 64)
 """On compute capability 9.0, the rows of a buffer for each group up to which ``rows.grouped_gluon_few`` multiplies
-them, and the rows of its tiles. A buffer has room for all rows that may come, so groups have fewer. Lab, *The layer*,
-*A kernel for few rows of each group*."""
+them, or ``rows.grouped_gluon_mxfp4``, and the rows of its tiles. A buffer has room for all rows that may come, so
+groups have fewer. Lab, *The layer*, *A kernel for few rows of each group*."""
 
 FEW_LOGITS, FEW_PRODUCTS = 256, 1 << 26
 """Most tokens whose logits ``rows.wide_product_kernel`` computes, and most products of numbers (tokens x experts x

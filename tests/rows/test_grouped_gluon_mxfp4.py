@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moelink.nn import Mxfp4Weight, block_quantized
+from moelink.nn import Mxfp4Weight, mxfp4
 from moelink.nn.block_quantized import multiply_by_group
 from moelink.rows import grouped_gluon_mxfp4, grouped_mxfp4
 from moelink.rows.grouped_gluon_mxfp4 import AS_COLUMNS, FORMS, LINE
@@ -108,7 +108,7 @@ def test_the_buffer_chooses_the_kernel(
     rows: int, columns: int, gluon: bool, taken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
-    monkeypatch.setattr(block_quantized, "takes_gluon", lambda codes: gluon)
+    monkeypatch.setattr(mxfp4, "takes_gluon", lambda codes: gluon)
     monkeypatch.setattr(grouped_gluon_mxfp4, "launch", lambda *given, early: found.append((given[-1], early)))
     monkeypatch.setattr(grouped_mxfp4, "launch", lambda *given: found.append(("triton", False)))
     codes = mock.MagicMock()

@@ -30,7 +30,7 @@ from moelink.errors import ArgumentError, UnsupportedError
 from moelink.formats.casts import E4M3_MAX, amax, canonical_nan, divide, e4m3_to_f32, f32_to_e4m3
 from moelink.formats.fp8 import AMAX_FLOOR
 from moelink.nn.mxfp4 import Mxfp4Weight
-from moelink.tuning import FEW_ROWS
+from moelink.rows.grouped_choice import few_rows, takes_gluon
 
 BLOCK = 128
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -231,28 +231,6 @@ def _grouped_fp8(
 @_grouped_fp8.register_fake
 def _grouped_fp8_fake(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Tensor, *given: Any) -> Tensor:
     return codes.new_empty(codes.shape[0], weight_of(weight, given[0]).shape[1], dtype=given[1])
-
-
-def takes_gluon(codes: Tensor) -> bool:
-    """Whether a kernel in Gluon multiplies ``codes``: on compute capability 9.0, compiled."""
-    if not codes.is_cuda or torch.version.hip or torch.cuda.get_device_capability(codes.device)[0] != 9:
-        return False
-    from moelink.kernels.launch.device import is_interpreted
-
-    return not is_interpreted()  # Gluon has no interpreted form
-
-
-def few_rows(rows: int, groups: int) -> int | None:
-    """Return the rows of a tile of :mod:`moelink.rows.grouped_gluon_few` for a buffer of ``rows`` and ``groups`` of
-    weights, None if :mod:`moelink.rows.grouped_gluon` is faster.
-
-    The host knows the buffer, which is the worst case of so many tokens on every rank, and no group's size. So the
-    buffer chooses the tiles, and any division of its rows among the groups is right.
-
-    >>> few_rows(64, 4), few_rows(65, 4), few_rows(4096, 4)
-    (16, 32, None)
-    """
-    return next((tile for room, tile in FEW_ROWS if rows <= room * groups), None)
 
 
 def launch_kernel(

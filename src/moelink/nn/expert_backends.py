@@ -16,7 +16,8 @@ backend         multiplies by                                         needs
 All but ``dequantize`` take rows of format fp8_block128 alone. torch's own grouped products of fp8 take one scale a row,
 or the scales of MX formats, not one for each 128 elements; so ``torch`` is the twin. Products of rows in mxfp8 and
 nvfp4 need instructions of compute capability 10.0, and no backend uses them yet. On compute capability 9.0 ``triton``
-takes :mod:`moelink.rows.grouped_gluon` or, for few rows, :mod:`moelink.rows.grouped_gluon_few`.
+takes :mod:`moelink.rows.grouped_gluon` or, for few rows, :mod:`moelink.rows.grouped_gluon_few`, and ``mxfp4``, for few
+rows, :mod:`moelink.rows.grouped_gluon_mxfp4`.
 
 "auto" is never slower than "dequantize", which is the default. On compute capability 9.0 it takes ``triton``: both
 products and the activation take 0.35-0.79 of the time of bf16 for 4 to 4096 rows a group (``experts_h200.json``). Other

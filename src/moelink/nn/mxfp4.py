@@ -1,8 +1,9 @@
 """Weights in mxfp4: two e2m1 codes a byte and an e8m0 scale for each 32 elements along K, as gpt_oss is published.
 
 Legend: ``G`` groups, ``N`` columns of the output, ``K`` columns of a row. Checkpoints have *blocks*
-[..., N, K / 32, 16] uint8, the even element in the low nibble, and *scales* [..., N, K / 32] uint8. The kernel
-(:mod:`moelink.rows.grouped_mxfp4`) reads the same bits in another order, that of :class:`Mxfp4Weight`.
+[..., N, K / 32, 16] uint8, the even element in the low nibble, and *scales* [..., N, K / 32] uint8. The kernels
+(:mod:`moelink.rows.grouped_mxfp4`, and for few rows on compute capability 9.0 :mod:`moelink.rows.grouped_gluon_mxfp4`)
+read the same bits in another order, that of :class:`Mxfp4Weight`.
 
 Accuracy of the product, against exact arithmetic on the numbers of rows and weights: an element of the output is within
 the bound of :mod:`moelink.nn.block_quantized`, with e 2**-18 where sums are fp32. Tensor cores of compute capability
@@ -29,6 +30,7 @@ from moelink.formats.casts import (
     pack_e2m1,
     unpack_e2m1,
 )
+from moelink.rows.grouped_choice import few_rows, takes_gluon
 
 BLOCK, GROUP = 128, 32
 """Elements of a row, and of a weight, that share a scale."""
@@ -148,8 +150,6 @@ class Mxfp4Weight:
     ) -> None:
         """Fill ``out`` by a kernel: on compute capability 9.0, for few rows of each group, by one in Gluon, else by the
         Triton kernel, which begins behind any launch."""
-        from moelink.nn.block_quantized import few_rows, takes_gluon
-
         given = codes, scales, row_offsets, self.codes, self.scales, out
         tile_rows = few_rows(len(codes), len(self.codes)) if takes_gluon(codes) else None
         if tile_rows is None or self.codes.shape[2] % 4:
