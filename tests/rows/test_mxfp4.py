@@ -251,5 +251,5 @@ def test_the_benchmark_runs_on_a_cpu(
     assert (document["benchmark"], document["gate"]) == ("mxfp4", "passed")
     assert [row["product"] for row in document["rows"]] == ["gate_up", "down", "experts"]
     real = bench.multiply
-    monkeypatch.setattr(bench, "multiply", lambda *given: 2 * real(*given))
+    monkeypatch.setattr(bench, "multiply", lambda *given, **how: 2 * real(*given, **how))
     assert bench.main(["--device", "cpu", *sizes, "--out", str(tmp_path / "mxfp4.json")]) == 1, "a wrong product"

@@ -84,14 +84,14 @@ def copies_of(weights: Sequence[Weight]) -> list[list[Weight]]:
     return [list(weights), *more]
 
 
-def multiply(rows: Rows, weight: Weight, settings: Any = None) -> Tensor:
+def multiply(rows: Rows, weight: Weight, settings: Any = None, *, follows_product: bool = False) -> Tensor:
     """The product by the kernel for such weights, or by the twin where there is no device."""
     out = torch.empty(len(rows.codes), weight.shape[1], dtype=torch.bfloat16, device=rows.codes.device)
     if not rows.codes.is_cuda:
         for group, (start, end) in enumerate(itertools.pairwise(rows.offsets.tolist())):
             out[start:end] = weight.times(group, rows.codes[start:end], rows.scales[:, start:end])
     elif settings is None:
-        weight.launch(rows.codes, rows.scales, rows.offsets, out)
+        weight.launch(rows.codes, rows.scales, rows.offsets, out, follows_product=follows_product)
     else:
         from moelink.rows.grouped_mxfp4 import launch
 
@@ -100,10 +100,10 @@ def multiply(rows: Rows, weight: Weight, settings: Any = None) -> Tensor:
 
 
 def experts(rows: Rows, gate_up: Weight, down: Weight) -> Tensor:
-    """Both products, the activation between them."""
+    """Both products, the activation between them, as a layer launches them."""
     between = multiply(rows, gate_up)
     codes, scales = quantize_activation(between, rows.offsets, get_format("fp8_block128"), None)
-    return multiply(dataclasses.replace(rows, codes=codes, scales=scales), down)
+    return multiply(dataclasses.replace(rows, codes=codes, scales=scales), down, follows_product=True)
 
 
 def excess(out: Tensor, rows: Rows, weight: Weight) -> float:
@@ -208,19 +208,19 @@ def sweep(case: Case, loads: Sequence[int], samples: int) -> Iterator[dict[str, 
             yield from sorted(found, key=lambda each: each["us"] or float("inf"))
 
 
-def compile_one(job: tuple[str, int, str, Any]) -> None:
+def compile_one(job: tuple[str, int, str, int, Any]) -> None:
     """Compile one product into Triton's cache on disk, in a process of its own: with ``job``'s tiles, or all kernels
-    that are launched by default."""
+    that are launched by default for its rows an expert."""
     from moelink.rows.grouped_fp8 import Settings
 
-    name, groups, product, tiles = job
+    name, groups, product, load, tiles = job
     device = torch.device("cuda")
     columns, inner = Case(name, groups, device).shape.product(product)
-    sizes = (0,) * groups
+    sizes, count = (0,) * groups, load * groups
     rows = Rows(
         sizes, torch.zeros(groups + 1, dtype=torch.int32, device=device), torch.empty(0),
-        torch.empty(128, inner, dtype=torch.float8_e4m3fn, device=device),
-        torch.empty(inner // BLOCK, 128, device=device),
+        torch.empty(count, inner, dtype=torch.float8_e4m3fn, device=device),
+        torch.empty(inner // BLOCK, count, device=device),
     )  # fmt: skip
     packed = Mxfp4Weight(
         torch.empty(groups, inner // 64, columns, GROUP, dtype=torch.uint8, device=device),
@@ -228,19 +228,21 @@ def compile_one(job: tuple[str, int, str, Any]) -> None:
     )
     try:
         if tiles is not None:
-            multiply(rows, packed, Settings(tiles, tiles, most_few=128))
+            multiply(rows, packed, Settings(tiles, tiles, most_few=count))
             return
-        multiply(rows, packed)
         codes = torch.empty(groups, columns, inner, dtype=torch.float8_e4m3fn, device=device)
-        multiply(rows, BlockQuantized(codes, torch.empty(groups, -(-columns // BLOCK), inner // BLOCK, device=device)))
+        scales = torch.empty(groups, -(-columns // BLOCK), inner // BLOCK, device=device)
+        for weight in (packed, BlockQuantized(codes, scales)):
+            for follows in {False, product == "down"}:
+                multiply(rows, weight, follows_product=follows)
     except Exception as error:  # noqa: BLE001 - the measurement meets it again and names it
         print(f"{job}: {error}"[:200])
 
 
 def compile_all(cases: Sequence[Case], loads: Sequence[int], workers: int, swept: bool) -> None:
     """Compile all that will be measured, side by side."""
-    tiles: list[Any] = [each for load in loads for each in candidates(load)] if swept else [None]
-    jobs = [(case.name, case.experts, product, each) for case in cases for product in PRODUCTS for each in tiles]
+    forms = [(load, tiles) for load in loads for tiles in (candidates(load) if swept else (None,))]
+    jobs = [(case.name, case.experts, product, *form) for case in cases for product in PRODUCTS for form in forms]
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_one, dict.fromkeys(jobs)))
 
