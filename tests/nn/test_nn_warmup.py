@@ -13,8 +13,16 @@ import moelink
 from moelink.errors import ArgumentError
 from moelink.kernels.launch import row_launch
 from moelink.kernels.launch.row_launch import RowLauncher
-from moelink.nn import GatedMLP, MoE, RouterConfig, block_quantized, moe, warmup
-from moelink.rows import activation_kernel, choose, common_kernel, eager, grouped_gluon, grouped_gluon_few
+from moelink.nn import GatedMLP, MoE, RouterConfig, block_quantized, moe, mxfp4, warmup
+from moelink.rows import (
+    activation_kernel,
+    choose,
+    common_kernel,
+    eager,
+    grouped_gluon,
+    grouped_gluon_few,
+    grouped_gluon_mxfp4,
+)
 from moelink.transports.base import Rehearsal
 from moelink.tuning import FEW_LOGITS, FEW_ROWS
 from moelink_bench.played import prepared_rows
@@ -92,8 +100,10 @@ def test_a_call_prepares_nothing_after_a_warmup(
         assert prepares.made[known:] == []
 
 
+@pytest.mark.quick("each backend launches other kernels")
+@pytest.mark.parametrize(("backend", "of_many"), [("triton", 2), ("mxfp4", 0)])
 def test_calls_of_fewer_rows_than_those_that_were_rehearsed_find_their_tiles(
-    prepares: Prepares, monkeypatch: pytest.MonkeyPatch
+    prepares: Prepares, monkeypatch: pytest.MonkeyPatch, backend: str, of_many: int
 ) -> None:
     """With one rank a call's buffer has room for its own tokens, which chooses the tiles."""
 
@@ -101,18 +111,20 @@ def test_calls_of_fewer_rows_than_those_that_were_rehearsed_find_their_tiles(
 
     def many() -> None: ...
 
-    monkeypatch.setattr(block_quantized, "takes_gluon", lambda codes: True)
+    for module in (block_quantized, mxfp4):
+        monkeypatch.setattr(module, "takes_gluon", lambda codes: True)
     # The launcher hashes a kernel by its source, and Triton cannot hash Gluon under its interpreter.
     monkeypatch.setattr(grouped_gluon_few, "grouped_gluon_few_kernel", few)
+    monkeypatch.setattr(grouped_gluon_mxfp4, "grouped_gluon_mxfp4_kernel", few)
     monkeypatch.setattr(grouped_gluon, "grouped_gluon_kernel", many)
     monkeypatch.setattr(activation_kernel, "few_rows", lambda *_: 100)
     sizes = {**SIZES, "max_tokens_per_rank": 1024, "dispatch_format": "fp8_block128"}
     with moelink.init(**sizes) as ep, torch.no_grad():
-        layer = MoE(ep, intermediate_size=128, load_steps=0, dtype=torch.bfloat16, experts_backend="triton")
+        layer = MoE(ep, intermediate_size=128, load_steps=0, dtype=torch.bfloat16, experts_backend=backend)
         warmup.rehearse(layer, ep.config, (1024,), training=False, load=True)
         known = len(prepares.made)
         assert prepares.made.count("few") == 2 * len(FEW_ROWS)
-        assert prepares.made.count("many") == 2
+        assert prepares.made.count("many") == of_many
         assert prepares.made.count("silu_and_quantize_kernel") == 2, "of up to 50 tokens, and of more"
         for tokens in (1, 48, 50, 51, 64, 65, 128, 129, 500, 508, 509, 1024):
             layer(torch.ones(tokens, 256, dtype=torch.bfloat16))
