@@ -12,7 +12,7 @@ import torch
 
 from moelink.rows import grouped_mxfp4
 from moelink.rows.activation import silu_and_quantize
-from moelink.rows.grouped_gluon_mxfp4 import FORMS, Form, launch
+from moelink.rows.grouped_gluon_mxfp4 import FORMS, launch
 from tests.rows.grouped_fp8_cases import (
     POISON,
     TENSOR_CORES,
@@ -27,6 +27,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.parametrize("tile_rows", FORMS),
     pytest.mark.skipif(not HOPPER, reason="needs a CUDA device of compute capability 9.0"),
     pytest.mark.timeout(200),
 ]
@@ -43,15 +44,6 @@ SHAPES = {
     "its second product": ((30, 0, 128, 1), 0, 2048, 7168),
     "gpt_oss": ((36, 0, 12, 4), 200, 2944, 5888),
 }
-OTHER = {
-    "two parts": replace(FORMS[16], parts=2), "two blocks": replace(FORMS[16], parts=2, blocks=2, registers=(128, 128)),
-    "boxes of 8": replace(FORMS[16], row_box=8, together=4),
-}  # fmt: skip
-
-
-@pytest.fixture(params=[*FORMS, *OTHER], ids=str)
-def form(request: pytest.FixtureRequest) -> Form:
-    return FORMS[request.param] if request.param in FORMS else OTHER[request.param]
 
 
 @cache
@@ -61,9 +53,9 @@ def shared_problem(name: str) -> Problem:
     return biased(given) if list(SHAPES).index(name) % 2 else given
 
 
-def product(form: Form, given: Problem, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> torch.Tensor:
+def product(tile_rows: int, given: Problem, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> torch.Tensor:
     out = torch.full((given.codes.shape[0], given.weight.shape[1]), POISON, dtype=dtype, device="cuda")
-    launch(given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out, form, **options)
+    launch(given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out, tile_rows, **options)
     torch.cuda.synchronize()
     return out
 
@@ -75,47 +67,47 @@ def by_triton(given: Problem, dtype: torch.dtype = torch.bfloat16) -> torch.Tens
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_product_has_the_bits_of_the_triton_kernel(form: Form, name: str) -> None:
+def test_the_product_has_the_bits_of_the_triton_kernel(tile_rows: int, name: str) -> None:
     given = shared_problem(name)
-    out = product(form, given)
+    out = product(tile_rows, given)
     assert (out[given.rows :] == POISON).all(), "rows that do not exist are not written"
     assert error_over_bound(out, given, TENSOR_CORES) <= 1
     assert torch.equal(out, by_triton(given))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_outputs_of_all_dtypes(form: Form, dtype: torch.dtype) -> None:
+def test_outputs_of_all_dtypes(tile_rows: int, dtype: torch.dtype) -> None:
     given = biased(problem((4, 0, 70, 33), 40, 640, 328, device="cuda", spread=1, kind="mxfp4"))
-    assert torch.equal(product(form, given, dtype=dtype), by_triton(given, dtype))
+    assert torch.equal(product(tile_rows, given, dtype=dtype), by_triton(given, dtype))
 
 
-def test_random_groups(form: Form) -> None:
+def test_random_groups(tile_rows: int) -> None:
     generator = torch.Generator().manual_seed(7)
     for _ in range(6):
         sizes = torch.randint(0, 90, (8,), generator=generator) * torch.randint(0, 2, (8,), generator=generator)
         given = problem(tuple(sizes.tolist()), 17, 384, 512, device="cuda", kind="mxfp4")
-        assert torch.equal(product(form, given), by_triton(given))
+        assert torch.equal(product(tile_rows, given), by_triton(given))
 
 
 @pytest.mark.parametrize("num_programs", [1, 7, 131])
-def test_bits_do_not_depend_on_the_number_of_programs_or_the_run(form: Form, num_programs: int) -> None:
+def test_bits_do_not_depend_on_the_number_of_programs_or_the_run(tile_rows: int, num_programs: int) -> None:
     """Programs of many tiles reuse every stage; a race would show as other bits."""
     given = problem((60, 0, 200, 64, 29), 30, 640, 1536, device="cuda", kind="mxfp4")
     want = by_triton(given)
     for _ in range(20):
-        assert torch.equal(product(form, given, num_programs=num_programs), want)
+        assert torch.equal(product(tile_rows, given, num_programs=num_programs), want)
 
 
-def test_a_captured_product_follows_the_offsets(form: Form) -> None:
+def test_a_captured_product_follows_the_offsets(tile_rows: int) -> None:
     given = problem((4, 260, 0, 64), 200, 384, 600, device="cuda", kind="mxfp4")
-    out = product(form, given)
+    out = product(tile_rows, given)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch(given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out, form)
+        launch(given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out, tile_rows)
     assert_replays_follow_the_offsets(graph, given, out)
 
 
-def test_an_early_product_follows_the_offsets_that_a_product_before_it_had(form: Form) -> None:
+def test_an_early_product_follows_the_offsets_that_a_product_before_it_had(tile_rows: int) -> None:
     """Offsets change in front of each pair of products, in a graph; a load that is too early would see the last ones'
     groups."""
     sizes = (40, 0, 3, 90), (0, 70, 70, 1), (1, 1, 1, 130), (133, 0, 0, 0)
@@ -126,7 +118,7 @@ def test_an_early_product_follows_the_offsets_that_a_product_before_it_had(form:
 
     def fill(given: Problem, out: torch.Tensor, early: bool) -> None:
         weight = given.weight.codes, given.weight.scales
-        launch(given.codes, given.scales, offsets, *weight, out, form, early=early)
+        launch(given.codes, given.scales, offsets, *weight, out, tile_rows, early=early)
 
     def chain(outs: list[torch.Tensor], early: bool) -> None:
         for those, out in zip(each, outs, strict=True):

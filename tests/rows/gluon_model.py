@@ -150,7 +150,6 @@ class Language:
         self.program, self.programs, self.random, self.seed = program, programs, random.Random(seed), seed
         self.copies: list[Copy] = []
         self.arrivals: list[tuple[Any, list[Copy]]] = []
-        self.products: dict[Any, list[Product]] = {}
         self.followed = False
         self.mbarrier = self
         self.tma = SimpleNamespace(async_copy_global_to_shared=self.copy_box)
@@ -292,17 +291,11 @@ class Language:
         assert is_async
         assert isinstance(plus, torch.Tensor), "expected registers that were waited for"
         self.switch()
-        product = Product(left, right, plus if use_acc else torch.zeros_like(plus))
-        self.products.setdefault(getcurrent(), []).append(product)
-        return product
+        return Product(left, right, plus if use_acc else torch.zeros_like(plus))
 
     def warpgroup_mma_wait(self, pending: int, deps: Any) -> Any:
-        """Wait for all products of this partition but the last ``pending``, and return those of ``deps``."""
+        assert pending == 0
         self.switch()
-        under_way = self.products.setdefault(getcurrent(), [])
-        done = under_way[: len(under_way) - pending]
-        del under_way[: len(done)]
-        assert all(each in done for each in deps if isinstance(each, Product)), "a product is used before it is done"
         results = tuple(each.wait() if isinstance(each, Product) else each for each in deps)
         return results if len(results) > 1 else results[0]
 

@@ -59,15 +59,14 @@ def launch_of(kind, weight, tile_rows=None):
         constants, most = few.constants_of(weight, tile_rows, early=early), few.REGISTERS[tile_rows]
         registers = [most, few.PRODUCER_REGISTERS]
         return few.grouped_gluon_few_kernel, constants, *blocks, {"maxnreg": most}, 2, registers
-    form = mxfp4.FORMS[tile_rows]
-    constants = mxfp4.constants_of(weight, form, biased=weight == ODD, early=early)
-    columns = mxfp4.COLUMNS * form.parts
+    form, constants = mxfp4.FORMS[tile_rows], mxfp4.constants_of(weight, tile_rows, biased=weight == ODD, early=early)
+    columns = few.COLUMNS * form.parts
     by = {
-        "weight": block("u8", (columns // 4, 128)),
-        "words": block("i32", (constants.BLOCKS.value, columns), mxfp4.WORDS_IN_SHARED), "weight_scales": "*i32",
+        "weight": block("u8", (columns // 4, 128)), "words": block("i32", (1, columns), mxfp4.WORDS_IN_SHARED),
+        "weight_scales": "*i32",
     }  # fmt: skip
-    registers = [form.registers[1], mxfp4.PRODUCER_REGISTERS]
-    rows, options = block("fp8e4nv", (form.row_box, 128)), {"maxnreg": form.registers[0]}
+    registers, options = [form.of_consumer, few.PRODUCER_REGISTERS], {"maxnreg": form.registers}
+    rows = block("fp8e4nv", (few.ROW_BOX, 128))
     return mxfp4.grouped_gluon_mxfp4_kernel, constants, rows, by, options, form.parts, registers
 
 

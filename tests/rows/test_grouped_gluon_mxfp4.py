@@ -10,12 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
+from moelink.kernels.launch.row_launch import Block, typed
 from moelink.nn import Mxfp4Weight, mxfp4
 from moelink.nn.block_quantized import multiply_by_group
-from moelink.rows import grouped_gluon_mxfp4, grouped_mxfp4
-from moelink.rows.grouped_gluon_mxfp4 import AS_COLUMNS, FORMS, LINE
+from moelink.rows import common_kernel, grouped_gluon_mxfp4, grouped_mxfp4
+from moelink.rows.grouped_gluon_mxfp4 import AS_COLUMNS, FORMS, LINE, launch
 from tests.rows.grouped_fp8_cases import POISON, Problem, biased, exact_problem, problem
-from tests.rows.grouped_gluon_cases import Recorder, assert_forms_are_compiled, mxfp4_source
+from tests.rows.grouped_gluon_cases import MXFP4, Recorder, assert_forms_are_compiled
 
 SHAPES = {
     "groups end inside tiles": ((4, 0, 77, 33), 40, 512, 328),
@@ -26,8 +27,6 @@ SHAPES = {
     "full tiles": ((64, 128), 0, 512, 256),
 }
 QUICK = {"full tiles": "the ring is full when a tile ends", "no rows": "a CTA without a tile"}
-OTHER_FORM = replace(FORMS[16], parts=2, blocks=2, together=1, row_box=8)
-SOURCES = {"other": mxfp4_source(OTHER_FORM), **{str(rows): mxfp4_source(form) for rows, form in FORMS.items()}}
 
 
 def twin(given: Problem) -> torch.Tensor:
@@ -40,17 +39,17 @@ def twin(given: Problem) -> torch.Tensor:
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.quick(QUICK[name])] if name in QUICK else []) for name in SHAPES
 ])  # fmt: skip
-@pytest.mark.parametrize("form", SOURCES)
-def test_the_source_has_the_bits_of_the_twin_under_all_schedules(form: str, name: str) -> None:
+@pytest.mark.parametrize("tile_rows", MXFP4)
+def test_the_source_has_the_bits_of_the_twin_under_all_schedules(tile_rows: int, name: str) -> None:
     given = exact_problem(*SHAPES[name])
-    given = biased(given) if form == "other" else given
+    given = biased(given) if tile_rows != 32 else given
     want = twin(given)
-    assert all(torch.equal(out, want) for out in SOURCES[form].products(given))
+    assert all(torch.equal(out, want) for out in MXFP4[tile_rows].products(given))
 
 
 def test_blocks_of_any_size_keep_the_bound() -> None:
     """Rows that do not exist are NaN."""
-    SOURCES["16"].assert_schedules_keep_the_bound(problem((20, 0, 3), 40, 384, 264, kind="mxfp4"))
+    MXFP4[16].assert_schedules_keep_the_bound(problem((20, 0, 3), 40, 384, 264, kind="mxfp4"))
 
 
 def test_scales_of_zero_and_of_nan() -> None:
@@ -60,7 +59,7 @@ def test_scales_of_zero_and_of_nan() -> None:
     codes = given.weight.scales.view(torch.uint8).view(2, 128, 4)
     codes[1, 3, 2], codes[0, 64, 1] = 0, 255
     given.codes.view(torch.uint8)[given.codes.float() == 0] = 0x38  # no zero that would make 0 * inf a NaN
-    out = SOURCES["16"].product(given)
+    out = MXFP4[16].product(given)
     assert torch.equal(out.isfinite(), (torch.arange(128) != 64).expand(5, -1))
     without = given.weight.to_blocks()
     without[0][0, 3, 6] = 0
@@ -72,7 +71,7 @@ def test_scales_of_zero_and_of_nan() -> None:
 
 def test_the_example_of_the_module() -> None:
     """The tiles of CTA 0 of 4, and where the bytes of a column are."""
-    out = SOURCES["16"].product(problem((5, 0, 20), 0, 256, 512, kind="mxfp4"), language=Recorder(0, 4, 0))
+    out = MXFP4[16].product(problem((5, 0, 20), 0, 256, 512, kind="mxfp4"), language=Recorder(0, 4, 0))
     written = torch.zeros(25, 512, dtype=torch.bool)
     written[:5, :256] = written[5:21, 256:] = True
     assert torch.equal(out != POISON, written)
@@ -116,11 +115,34 @@ def test_the_buffer_chooses_the_kernel(
     weight = Mxfp4Weight(torch.zeros(4, 2, columns, 32), torch.zeros(1))
     for follows in (False, True):
         weight.launch(codes, *[None] * 3, follows_product=follows)  # type: ignore[arg-type]
-    assert found == [(FORMS.get(taken, taken), False), (FORMS.get(taken, taken), taken != "triton")]
+    assert found == [(taken, False), (taken, taken != "triton")]
+
+
+@pytest.mark.quick("each has other boxes")
+@pytest.mark.parametrize("tile_rows", FORMS)
+def test_the_launch_gives_the_kernel_what_it_is_compiled_for(tile_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The boxes of tensor descriptors, which Triton checks, and their layouts."""
+    given, made = biased(problem((5, 3), 0, 256, 136, kind="mxfp4")), []
+    monkeypatch.setattr(common_kernel, "launch", lambda *launched, **how: made.append((launched, how)))
+    out = torch.empty(8, 136, dtype=torch.bfloat16)
+    launch(
+        given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out, tile_rows, early=True
+    )
+    [((_, arguments, constants, tiles), how)] = made
+    rows, lines, words = (typed(each) for each in arguments if isinstance(each, Block))
+    form, columns = FORMS[tile_rows], 64 * FORMS[tile_rows].parts
+    assert [each.block_shape for each in (rows, lines, words)] == [[16, 128], [columns // 4, 128], [1, columns]]
+    assert [list(each.shape) for each in (rows, lines, words)] == [[8, 256], [2 * 4 * 136 // 4, 128], [2 * 3, 136]]
+    assert rows.layout == lines.layout == grouped_gluon_mxfp4.IN_SHARED
+    assert words.layout == grouped_gluon_mxfp4.WORDS_IN_SHARED
+    assert constants == grouped_gluon_mxfp4.constants_of(torch.Size((2, 136, 256)), tile_rows, biased=True, early=True)
+    assert tiles == 3 * -(-136 // columns)
+    assert how["maxnreg"] == form.registers
 
 
 def test_the_kernel_compiles_for_sm_90() -> None:
-    """Each consumer has two boxes of bytes in registers, for four instructions that take them from there."""
-    for each in assert_forms_are_compiled("mxfp4", 3, wgmma=4):
+    """Each consumer has two boxes of bytes in registers, for four instructions that take them from there. Warps may
+    keep 8 bytes in local memory where they begin and end, not where they multiply."""
+    for each in assert_forms_are_compiled("mxfp4", 3, wgmma=4, stack=8):
         assert each["from_registers"] == each["wgmma"], f"{each}: expected left operands in registers"
         assert each["ldmatrix"] == 2 * each["consumers"], each

@@ -157,10 +157,9 @@ class Mxfp4Weight:
 
             launch(*given)
         else:
-            from moelink.rows.grouped_gluon_mxfp4 import FORMS
             from moelink.rows.grouped_gluon_mxfp4 import launch as launch_few
 
-            launch_few(*given, FORMS[tile_rows], early=follows_product)
+            launch_few(*given, tile_rows, early=follows_product)
 
 
 def quantize_mxfp4(weight: Tensor) -> Mxfp4Weight:

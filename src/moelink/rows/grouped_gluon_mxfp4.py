@@ -4,9 +4,9 @@ The product, its tensors and its sums, in their order, are those of :mod:`moelin
 has. N is a multiple of 4. CTAs, tiles, the ring and its protocol are those of :mod:`moelink.rows.grouped_gluon_few`,
 with these differences:
 
-* PARTS *consumers* share a tile of 64 * PARTS columns, and ``empty`` expects an arrival of each.
-* A stage holds BLOCKS blocks of 128 along K: of each, the rows and their scales, two boxes of bytes of the weight, and
-  a word of scales of each column. A consumer begins the products of all of them before it waits for the first.
+* PARTS *consumers* share a tile of 64 * PARTS columns, and ``empty`` expects an arrival of each. Tiles of up to 32 rows
+  have four: one scales products of a block while others have theirs computed.
+* A stage holds two boxes of bytes of the weight, and a word of scales of each column.
 * A place is (first row, end of the group, group, tile of columns). Biases are read from memory, behind the last block.
 
 A box of bytes has 32 of each column. Side by side in memory, they are loaded as *lines* of 128, those of four columns,
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -45,13 +46,23 @@ from moelink.kernels.sync.dependent_launch import follow_previous_launch, wait_f
 from moelink.rows import common_kernel as common
 from moelink.rows.grouped_fp8 import BLOCK
 from moelink.rows.grouped_gluon import IN_SHARED, add, field_of, find_tile, store_part, tiles_of_groups
-from moelink.rows.grouped_gluon_few import after
+from moelink.rows.grouped_gluon_few import COLUMNS, PRODUCER_REGISTERS, RING_BYTES, ROW_BOX, after
 from moelink.rows.grouped_mxfp4 import halves
 
-COLUMNS, LINE = 64, 128
-"""Columns of a consumer, and bytes of a line."""
-PRODUCER_REGISTERS = 56
-"""Of a thread."""
+LINE = 128
+"""Bytes of a line."""
+
+
+class Form(NamedTuple):
+    """Consumers of a tile, and registers: of a thread, in the mean, and of a consumer's thread."""
+
+    parts: int
+    registers: int
+    of_consumer: int
+
+
+FORMS = {16: Form(4, 96, 96), 32: Form(4, 96, 104), 64: Form(2, 168, 216)}
+"""By the rows of a tile, the fastest of those that were tried."""
 WORDS_IN_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 """The layout of words of scales, as in memory."""
 AS_COLUMNS = gl.SharedLinearLayout(
@@ -69,9 +80,9 @@ class Mxfp4Constants(Constants):
 
     Attributes:
         K, N: columns of a row and of the output. NUM_GROUPS: groups; GROUPS_POW2: the next power of two.
-        BLOCK_ROWS, ROW_BOX, BLOCKS, TOGETHER, PARTS: as of :class:`Form`. STAGES: of the ring.
-        REGISTERS: of a consumer's thread. BLOCK_COLUMNS: of a consumer.
-        BAND: tiles of rows that tiles in progress span.
+        BLOCK_ROWS: rows of a tile. ROW_BOX: rows that are loaded at a time.
+        BLOCK_COLUMNS, PARTS: columns of a consumer, and consumers. BAND: tiles of rows that tiles in progress span.
+        STAGES: of the ring. TOGETHER: blocks that are loaded at a time. REGISTERS: of a consumer's thread.
         HAS_BIAS: add biases. EARLY: load weights before the launch before this one has ended.
         OPERANDS: the type of the factors, as of ``rows.grouped_fp8``. DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
     """
@@ -81,57 +92,55 @@ class Mxfp4Constants(Constants):
     NUM_GROUPS: int
     GROUPS_POW2: int
     BLOCK_ROWS: int
-    ROW_BOX: int
-    BLOCKS: int
-    TOGETHER: int
     PARTS: int
     STAGES: int
     REGISTERS: int
     HAS_BIAS: bool
     EARLY: bool
+    ROW_BOX: int = ROW_BOX
     BLOCK_COLUMNS: int = COLUMNS
     BAND: int = 16
+    TOGETHER: int = 4
     OPERANDS: str = "fp8"
     DEPENDENT_LAUNCH: bool = False
 
 
 @gluon.jit
 def _expect(bar, boxes, S: gl.constexpr):
-    """Arrive, and expect the bytes of a stage with ``boxes`` boxes of rows of each block."""
+    """Arrive, and expect the bytes of a block of the weight, its scales, and ``boxes`` boxes of rows."""
     BYTES: gl.constexpr = S.PARTS * S.BLOCK_COLUMNS * (_BLOCK // 2 + 4)
     for count in gl.static_range(1, S.BLOCK_ROWS // S.ROW_BOX + 1):
-        mbarrier.expect(bar, S.BLOCKS * (count * S.ROW_BOX * _BLOCK + BYTES), pred=boxes == count)
+        mbarrier.expect(bar, count * S.ROW_BOX * _BLOCK + BYTES, pred=boxes == count)
 
 
 @gluon.jit
 def _load_weight(weight, words, group, column_tile, k, right, scale_words, stage, bar, S: gl.constexpr):
-    """Load blocks ``k * BLOCKS`` on of the weight of a tile, and their scales, into ``stage``."""
+    """Load block ``k`` of the weight of a tile, and its scales, into ``stage``."""
     TILE: gl.constexpr = S.BLOCK_COLUMNS * S.PARTS
-    word_row = group * (S.K // _BLOCK + S.HAS_BIAS) + k * S.BLOCKS
+    word_row = group * (S.K // _BLOCK + S.HAS_BIAS) + k
     tma.async_copy_global_to_shared(words, [word_row, column_tile * TILE], bar, scale_words.index(stage))
-    box = group * (S.K // 64) + k * (2 * S.BLOCKS)
-    for half in gl.static_range(2 * S.BLOCKS):
-        line = (box + half) * (S.N // 4) + column_tile * (TILE // 4)
-        tma.async_copy_global_to_shared(weight, [line, 0], bar, right.index(stage * (2 * S.BLOCKS) + half))
+    for half in gl.static_range(2):
+        line = (group * (S.K // 64) + 2 * k + half) * (S.N // 4) + column_tile * (TILE // 4)
+        tma.async_copy_global_to_shared(weight, [line, 0], bar, right.index(2 * stage + half))
 
 
 @gluon.jit
 def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.constexpr):
     """Load all blocks of this CTA's tiles, in order, each into its stage as soon as that is empty."""
     left, right, row_scales, scale_words, places, ready, empty = ring
-    KS: gl.constexpr = S.K // (_BLOCK * S.BLOCKS)
-    FIRST: gl.constexpr = min(S.STAGES, KS) if S.EARLY else 0
+    KB: gl.constexpr = S.K // _BLOCK
+    FIRST: gl.constexpr = min(S.STAGES, KB) if S.EARLY else 0
     if not S.EARLY:
         follow_previous_launch(S)
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     last_tiles = gl.associative_scan(tiles_of_groups(row_offsets, rows, 1, S), 0, add)
     field = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
-    inside = gl.arange(0, S.BLOCK_ROWS * S.BLOCKS, lanes)
+    inside_tile = gl.arange(0, S.BLOCK_ROWS, lanes)
     stage, phase = 0, 1
     for tile in range(gl.program_id(0), gl.max(last_tiles, 0), gl.num_programs(0)):
         group, row, end, column_tile = find_tile(tile, last_tiles, row_offsets, rows, S)
         place = gl.where(field == 0, row, gl.where(field == 1, end, gl.where(field == 2, group, column_tile)))
-        scale_at = scales + gl.minimum(row + inside % S.BLOCK_ROWS, end - 1) + inside // S.BLOCK_ROWS * rows
+        scale_at = scales + gl.minimum(row + inside_tile, end - 1)
         boxes = gl.cdiv(gl.minimum(end - row, S.BLOCK_ROWS), S.ROW_BOX)
         is_first = tile == gl.program_id(0)
         if S.EARLY:
@@ -141,7 +150,7 @@ def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.conste
                     _expect(ready.index(k), boxes, S)
                     _load_weight(weight, words, group, column_tile, k, right, scale_words, k, ready.index(k), S)
                 follow_previous_launch(S)
-        for k in range(KS):
+        for k in range(KB):
             if k % S.TOGETHER == 0:
                 last, its_phase = stage, phase
                 for _ in gl.static_range(S.TOGETHER - 1):
@@ -153,12 +162,11 @@ def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.conste
                     places.index(stage).store(place)
                 _expect(bar, boxes, S)
                 _load_weight(weight, words, group, column_tile, k, right, scale_words, stage, bar, S)
-            for block in gl.static_range(S.BLOCKS):
-                for box in gl.static_range(S.BLOCK_ROWS // S.ROW_BOX):
-                    to = left.index(stage * S.BLOCKS + block).slice(box * S.ROW_BOX, S.ROW_BOX)
-                    at = [row + box * S.ROW_BOX, (k * S.BLOCKS + block) * _BLOCK]
-                    tma.async_copy_global_to_shared(codes, at, bar, to, pred=box < boxes)
-            async_copy.async_copy_global_to_shared(row_scales.index(stage), scale_at + k * (S.BLOCKS * rows))
+            for box in gl.static_range(S.BLOCK_ROWS // S.ROW_BOX):
+                to = left.index(stage).slice(box * S.ROW_BOX, S.ROW_BOX)
+                at = [row + box * S.ROW_BOX, k * _BLOCK]
+                tma.async_copy_global_to_shared(codes, at, bar, to, pred=box < boxes)
+            async_copy.async_copy_global_to_shared(row_scales.index(stage), scale_at + k * rows)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = after(stage, phase, S)
     mbarrier.wait(empty.index(stage), phase)
@@ -168,13 +176,12 @@ def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.conste
 
 
 @gluon.jit
-def _products(left, right, at, PART: gl.constexpr, layout: gl.constexpr, S: gl.constexpr):
-    """Begin the products of the four blocks of 32 of block ``at`` of the ring: tensors [BLOCK_COLUMNS, BLOCK_ROWS]."""
-    rows, by = left.index(at), at * (2 * S.PARTS) + PART
+def _multiply(rows, first_bytes, second_bytes, layout: gl.constexpr, S: gl.constexpr):
+    """Begin the products of the four blocks of 32 of a block: each [BLOCK_COLUMNS, BLOCK_ROWS]."""
     zeros = gl.zeros([S.BLOCK_COLUMNS, S.BLOCK_ROWS], gl.float32, layout)
     operands: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
-    first, second = halves(right.index(by).load(operands), S)
-    third, fourth = halves(right.index(by + S.PARTS).load(operands), S)
+    first, second = halves(first_bytes.load(operands), S)
+    third, fourth = halves(second_bytes.load(operands), S)
     d = warpgroup_mma(first, rows.slice(0, 32, 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
     e = warpgroup_mma(second, rows.slice(32, 32, 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
     f = warpgroup_mma(third, rows.slice(64, 32, 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -205,10 +212,8 @@ def _consume(out, weight_scales, ring, PART: gl.constexpr, S: gl.constexpr):
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     fields: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shape: gl.constexpr = [S.BLOCK_COLUMNS, S.BLOCK_ROWS]
-    right = right._reinterpret(gl.uint8, [S.STAGES * S.BLOCKS * 2 * S.PARTS, S.BLOCK_COLUMNS, 32], _AS_COLUMNS)
-    words = words._reinterpret(gl.int32, [S.STAGES * S.BLOCKS * S.PARTS, S.BLOCK_COLUMNS], plain)
-    row_scales = row_scales._reinterpret(gl.float32, [S.STAGES * S.BLOCKS, S.BLOCK_ROWS], plain)
+    right = right._reinterpret(gl.uint8, [S.STAGES * 2 * S.PARTS, S.BLOCK_COLUMNS, 32], _AS_COLUMNS)
+    words = words._reinterpret(gl.int32, [S.STAGES * S.PARTS, S.BLOCK_COLUMNS], plain)
     stage, phase = 0, 0
     mbarrier.wait(ready.index(stage), phase)
     place = places.index(stage).load(fields)
@@ -216,19 +221,13 @@ def _consume(out, weight_scales, ring, PART: gl.constexpr, S: gl.constexpr):
     while end > 0:
         row, group = field_of(place, 0, fields), field_of(place, 2, fields)
         column = field_of(place, 3, fields) * (S.BLOCK_COLUMNS * S.PARTS) + PART * S.BLOCK_COLUMNS
-        sums = gl.zeros(shape, gl.float32, layout)
-        for _ in range(KB // S.BLOCKS):
+        sums = gl.zeros([S.BLOCK_COLUMNS, S.BLOCK_ROWS], gl.float32, layout)
+        for _ in range(KB):
             mbarrier.wait(ready.index(stage), phase)
-            at = stage * S.BLOCKS
-            products = _products(left, right, at, PART, layout, S)
-            for block in gl.static_range(1, S.BLOCKS):
-                following = _products(left, right, at + block, PART, layout, S)
-                word = words.index((at + block - 1) * S.PARTS + PART).load(along_columns)
-                by_row = row_scales.index(at + block - 1).load(along_rows)
-                sums = _add(sums, warpgroup_mma_wait(4, deps=products), word, by_row)
-                products = following
-            word = words.index((at + S.BLOCKS - 1) * S.PARTS + PART).load(along_columns)
-            by_row = row_scales.index(at + S.BLOCKS - 1).load(along_rows)
+            part = 2 * S.PARTS * stage + PART
+            products = _multiply(left.index(stage), right.index(part), right.index(part + S.PARTS), layout, S)
+            word = words.index(stage * S.PARTS + PART).load(along_columns)
+            by_row = row_scales.index(stage).load(along_rows)
             products = warpgroup_mma_wait(0, deps=products)
             mbarrier.arrive(empty.index(stage), count=1)
             sums = _add(sums, products, word, by_row)
@@ -249,11 +248,11 @@ def grouped_gluon_mxfp4_kernel(
 ):  # fmt: skip
     """See the module."""
     TILE: gl.constexpr = S.BLOCK_COLUMNS * S.PARTS
-    left = gl.allocate_shared_memory(gl.float8e4nv, [S.STAGES * S.BLOCKS, S.BLOCK_ROWS, _BLOCK], codes.layout)
-    right = gl.allocate_shared_memory(gl.uint8, [S.STAGES * S.BLOCKS * 2, TILE // 4, _LINE], weight.layout)
-    scale_words = gl.allocate_shared_memory(gl.int32, [S.STAGES, S.BLOCKS, TILE], words.layout)
+    left = gl.allocate_shared_memory(gl.float8e4nv, [S.STAGES, S.BLOCK_ROWS, _BLOCK], codes.layout)
+    right = gl.allocate_shared_memory(gl.uint8, [S.STAGES * 2, TILE // 4, _LINE], weight.layout)
+    scale_words = gl.allocate_shared_memory(gl.int32, [S.STAGES, 1, TILE], words.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    row_scales = gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BLOCKS * S.BLOCK_ROWS], plain)
+    row_scales = gl.allocate_shared_memory(gl.float32, [S.STAGES, S.BLOCK_ROWS], plain)
     places = gl.allocate_shared_memory(gl.int32, [S.STAGES, 4], plain)
     ready = gl.allocate_shared_memory(gl.int64, [S.STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [S.STAGES, 1], mbarrier.MBarrierLayout())
@@ -280,73 +279,41 @@ def grouped_gluon_mxfp4_kernel(
         wait_for_previous_launch(S)
 
 
-@dataclass(frozen=True)
-class Form:
-    """How tiles are computed.
-
-    Attributes:
-        rows: of a tile.
-        parts: consumers, 2 or 4, with 64 columns of a tile each.
-        blocks: of 128 along K, of a stage, if those of a row are a multiple; else 1.
-        together: stages that are loaded at a time. row_box: rows that are.
-        registers: of a thread in the mean, and of a consumer's thread.
-        ring_bytes: the most of rows, weights and scales in the ring.
-    """
-
-    rows: int
-    parts: int
-    blocks: int
-    together: int
-    row_box: int
-    registers: tuple[int, int]
-    ring_bytes: int = 200 << 10
-
-
-FORMS = {
-    16: Form(16, parts=4, blocks=1, together=2, row_box=16, registers=(96, 96)),
-    32: Form(32, parts=2, blocks=1, together=2, row_box=16, registers=(128, 128)),
-    64: Form(64, parts=2, blocks=1, together=2, row_box=16, registers=(168, 216)),
-}
-"""By the rows of a tile."""
-
-
 @lru_cache(maxsize=256)
-def constants_of(weight: torch.Size, form: Form, *, biased: bool = False, early: bool = False) -> Mxfp4Constants:
-    """Launch constants of the kernel for weights of shape [G, N, K]."""
-    groups, columns, inner = weight
-    blocks = form.blocks if inner % (form.blocks * BLOCK) == 0 else 1
-    stage = blocks * (form.rows * (BLOCK + 4) + COLUMNS * form.parts * (BLOCK // 2 + 4))
+def constants_of(weight: torch.Size, tile_rows: int, *, biased: bool = False, early: bool = False) -> Mxfp4Constants:
+    """Launch constants of the kernel for weights of shape [G, N, K] and tiles of so many rows."""
+    (groups, columns, inner), form = weight, FORMS[tile_rows]
+    stage = tile_rows * (BLOCK + 4) + COLUMNS * form.parts * (BLOCK // 2 + 4)
     return Mxfp4Constants(
-        K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups), BLOCK_ROWS=form.rows,
-        ROW_BOX=form.row_box, BLOCKS=blocks, STAGES=form.ring_bytes // stage, REGISTERS=form.registers[1],
-        TOGETHER=form.together, PARTS=form.parts, HAS_BIAS=biased, EARLY=early,
+        K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups), BLOCK_ROWS=tile_rows,
+        PARTS=form.parts, STAGES=RING_BYTES // stage, REGISTERS=form.of_consumer, HAS_BIAS=biased, EARLY=early,
     )  # fmt: skip
 
 
 def launch(
     codes: torch.Tensor, scales: torch.Tensor, row_offsets: torch.Tensor, weight: torch.Tensor,
-    weight_scales: torch.Tensor, out: torch.Tensor, form: Form, *, early: bool = False,
+    weight_scales: torch.Tensor, out: torch.Tensor, tile_rows: int, *, early: bool = False,
     num_programs: int | None = None,
 ) -> None:  # fmt: skip
     """Fill ``out`` [R, N] for the rows there are, on a device of compute capability 9.0.
 
     All tensors are contiguous, of the shapes in the table of :mod:`moelink.rows.grouped_mxfp4`, N a multiple of 4.
-    ``early`` and ``num_programs``: as of :func:`moelink.rows.grouped_gluon.launch`.
+    ``tile_rows``: of a tile, 16, 32 or 64. ``early`` and ``num_programs``: as of
+    :func:`moelink.rows.grouped_gluon.launch`.
     """
     if not out.numel():
         return
     groups, blocks, columns, _ = weight.shape
-    words = weight_scales.view(-1, columns)
-    S = constants_of(torch.Size((groups, columns, 64 * blocks)), form, biased=len(words) > groups * (blocks // 2),
-                     early=early)  # fmt: skip
-    tile = COLUMNS * form.parts
-    row_tiles = min(len(codes), triton.cdiv(len(codes), form.rows) + groups)
+    form, words = FORMS[tile_rows], weight_scales.view(-1, columns)
+    biased, tile = len(words) > groups * (blocks // 2), COLUMNS * form.parts
+    row_tiles = min(len(codes), triton.cdiv(len(codes), tile_rows) + groups)
     # The sums use FMAs by name; nothing else is fused.
     common.launch(
         grouped_gluon_mxfp4_kernel,
-        (Block(codes, (form.row_box, BLOCK), IN_SHARED), scales, row_offsets,
-         Block(weight.view(-1, LINE), (tile // 4, LINE), IN_SHARED),
-         Block(words, (S.BLOCKS, tile), WORDS_IN_SHARED), weight_scales, out, len(codes)),
-        S, row_tiles * triton.cdiv(columns, tile), absent=row_offsets, per_sm=1, num_programs=num_programs, num_warps=4,
-        maxnreg=form.registers[0],
+        (Block(codes, (ROW_BOX, BLOCK), IN_SHARED), scales, row_offsets,
+         Block(weight.view(-1, LINE), (tile // 4, LINE), IN_SHARED), Block(words, (1, tile), WORDS_IN_SHARED),
+         weight_scales, out, len(codes)),
+        constants_of(torch.Size((groups, columns, 64 * blocks)), tile_rows, biased=biased, early=early),
+        row_tiles * triton.cdiv(columns, tile), absent=row_offsets, per_sm=1, num_programs=num_programs, num_warps=4,
+        maxnreg=form.registers,
     )  # fmt: skip
