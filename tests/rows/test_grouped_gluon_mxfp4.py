@@ -19,7 +19,7 @@ from tests.rows.grouped_fp8_cases import POISON, Problem, biased, exact_problem,
 from tests.rows.grouped_gluon_cases import MXFP4, Recorder, assert_forms_are_compiled
 
 SHAPES = {
-    "groups end inside tiles": ((4, 0, 77, 33), 40, 512, 328),
+    "groups end inside tiles": ((4, 0, 77, 33), 40, 640, 328),
     "one group has all": ((0, 0, 100, 0), 0, 256, 256),
     "no rows": ((0, 0), 40, 256, 256),
     "one block of K, one column block": ((66, 1), 3, 128, 128),

@@ -1,19 +1,18 @@
 """Grouped matrix product of fp8 rows and weights in mxfp4 for compute capability 9.0, for few rows of each group.
 
 The product, its tensors and its sums, in their order, are those of :mod:`moelink.rows.grouped_mxfp4`, whose bits it
-has. N is a multiple of 4. CTAs, tiles, the ring and its protocol are those of :mod:`moelink.rows.grouped_gluon_few`,
-with these differences:
+has. CTAs, tiles, the ring and its protocol are those of :mod:`moelink.rows.grouped_gluon_few`, with these differences:
 
 * PARTS *consumers* share a tile of 64 * PARTS columns, and ``empty`` expects an arrival of each. Tiles of up to 32 rows
-  have four: one scales products of a block while others have theirs computed.
+  have four, because consumers take longer here: they convert bytes, and scale four products of a block.
 * A stage holds two boxes of bytes of the weight, and a word of scales of each column.
 * A place is (first row, end of the group, group, tile of columns). Biases are read from memory, behind the last block.
 
-A box of bytes has 32 of each column. Side by side in memory, they are loaded as *lines* of 128, those of four columns,
-because the TMA unit takes one line at a time. It stores piece p (16 bytes) of line l as piece ``p ^ (l % 8)``.
-Consumers read the same memory as rows of 32 bytes (``AS_COLUMNS``). 16 bytes of each of 8 columns are four pieces of
-each of two lines, all in other banks: so one instruction (``ldmatrix``) loads a left operand without a conflict, into
-the registers that the tensor core takes it from, and there the bytes become e4m3.
+A box of bytes has 32 of each column. Side by side in memory, they are loaded as *lines* of 128, those of four columns;
+so N is a multiple of 4. The TMA unit stores piece p (16 bytes) of line l as piece ``p ^ (l % 8)``. Consumers read the
+same memory as rows of 32 bytes (``AS_COLUMNS``). 16 bytes of each of 8 columns are four pieces of each of two lines,
+all in other banks: so one instruction (``ldmatrix``) loads a left operand without a conflict, into the registers that
+the tensor core takes it from, and there the bytes become e4m3.
 
 Example: 3 groups of 5, 0 and 20 rows, 512 columns, tiles of 16 rows and 4 parts: 1 x 2, 0 and 2 x 2 tiles. CTA 0 of 4
 computes tiles 0 and 4: rows 0 to 4 and columns 0 to 255 of group 0, then rows 5 to 20 and columns 256 to 511 of group
