@@ -235,7 +235,7 @@ def _consume(out, weight_scales, ring, PART: gl.constexpr, S: gl.constexpr):
             here = gl.minimum(column + gl.arange(0, S.BLOCK_COLUMNS, along_columns), S.N - 1)
             sums += gl.expand_dims(as_float(gl.load(weight_scales + (group * (KB + 1) + KB) * S.N + here)), 1)
         values = sums.to(out.dtype.element_ty).permute((1, 0))
-        store_part(out, values, row, end, column, stored, S)
+        store_part(out, values, row, end, column, stored, "evict_last" if S.EARLY else "", S)
         mbarrier.wait(ready.index(stage), phase)
         place = places.index(stage).load(fields)
         end = field_of(place, 1, fields)
