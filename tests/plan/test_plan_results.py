@@ -148,6 +148,12 @@ COMPARED: dict[str, tuple[Compare, float]] = {
     "layer_deepseek_v3_2xh200.json": (of_layer, 27),
     "layer_qwen3_fused_2xh200.json": (of_layer, 45),
     "layer_deepseek_v3_fused_2xh200.json": (of_layer, 27),
+    "layer_qwen3_fused_1xh200.json": (of_layer, 66),
+    "layer_deepseek_v3_fused_1xh200.json": (of_layer, 26),
+    "layer_mixtral_1xh200.json": (of_layer, 21),
+    "layer_qwen3_fused_before_1xh200.json": (of_layer, 39),
+    "layer_deepseek_v3_fused_before_1xh200.json": (of_layer, 21),
+    "layer_zipf_qwen3_fused_1xh200.json": (of_layer, 167),
     "experts_gluon_h200.json": (of_experts, 26),
 }
 """By file: how, and the tolerance in per cent."""

@@ -27,13 +27,13 @@ BUDGET = {
     "kernels": 720,
     "kernels/combine": 1449,
     "kernels/dispatch": 3149,
-    "kernels/launch": 2249,
+    "kernels/launch": 2277,
     "kernels/nodes": 1353,
     "kernels/sync": 1317,
-    "rows": 3819,
-    "transports": 2046,
+    "rows": 4182,
+    "transports": 2048,
     "transports/collective": 1829,
-    "transports/symmetric": 2269,
+    "transports/symmetric": 2277,
     "contract": 2420,
     "ops": 1997,
     "nn": 5036,
@@ -50,7 +50,7 @@ BUDGET = {
 }
 """Most lines of each room; "." are the files beside the rooms."""
 BUDGET_OF_BENCH = {
-    ".": 11396,
+    ".": 11404,
     "layer": 1643,
     "frameworks": 1008,
 }
