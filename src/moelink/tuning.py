@@ -12,7 +12,7 @@ Dispatch, *Senders*: code for few tokens in the kernel of many costs 162.3 -> 17
 
 COUNTED_ALONE = 512
 """Up to this many tokens each sending CTA counts the tokens before its own by itself instead of reading block counts,
-unless its communicator is for more than MANY_TOKENS. Dispatch, *Counting*: 42.0 -> 37.8 us at 512 tokens, slower from
+unless the kernel is built for more than MANY_TOKENS. Dispatch, *Counting*: 42.0 -> 37.8 us at 512 tokens, slower from
 1024 on."""
 
 ROW_TABLE_RANKS = 4
@@ -25,7 +25,7 @@ ranks: 24.2 -> 16.8 us at 1 token, 48.8 -> 44.7 us at 128; with more tokens it i
 
 FEW_MESSAGES_IN_PLACE, MESSAGES_IN_PLACE = 8, 16
 """Messages whose headers a receiver reads at a time where rows stay in the messages (``zero_copy``): the least, in a
-communicator of up to FEW_TOKENS tokens per rank, and the most, from MANY_TOKENS on. Between them it is a 64th of the
+kernel for up to FEW_TOKENS tokens per rank, and the most, from MANY_TOKENS on. Between them it is a 64th of the
 tokens. Dispatch, *Rows in place*."""
 
 MANY_COPIES = 128
@@ -62,7 +62,7 @@ ROWS_AHEAD = 3
 FEW_ROWS = (16, 16), (32, 32), (127, 64)
 """On compute capability 9.0, the rows of a buffer for each group up to which ``rows.grouped_gluon_few`` multiplies
 them, or ``rows.grouped_gluon_mxfp4``, and the rows of its tiles. A buffer has room for all rows that may come, so
-groups have fewer. Lab, *The layer*, *A kernel for few rows of each group*."""
+groups have fewer. Lab, *The layer*, *A kernel for few rows of each group* and *in mxfp4*."""
 
 FEW_LOGITS, FEW_PRODUCTS = 256, 1 << 26
 """Most tokens whose logits ``rows.wide_product_kernel`` computes, and most products of numbers (tokens x experts x

@@ -117,7 +117,7 @@ def test_calls_of_fewer_rows_than_those_that_were_rehearsed_find_their_tiles(
     monkeypatch.setattr(grouped_gluon_few, "grouped_gluon_few_kernel", few)
     monkeypatch.setattr(grouped_gluon_mxfp4, "grouped_gluon_mxfp4_kernel", few)
     monkeypatch.setattr(grouped_gluon, "grouped_gluon_kernel", many)
-    monkeypatch.setattr(activation_kernel, "few_rows", lambda *_: 100)
+    monkeypatch.setattr(activation_kernel, "rows_of_short_steps", lambda *_: 100)
     sizes = {**SIZES, "max_tokens_per_rank": 1024, "dispatch_format": "fp8_block128"}
     with moelink.init(**sizes) as ep, torch.no_grad():
         layer = MoE(ep, intermediate_size=128, load_steps=0, dtype=torch.bfloat16, experts_backend=backend)

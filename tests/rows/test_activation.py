@@ -220,8 +220,8 @@ def test_any_number_of_programs(name, block, programs):
 def test_few_rows_have_short_steps(monkeypatch):
     """264 steps of 2048 elements, two for each SM, have no more elements than 704 rows of 768 columns."""
     monkeypatch.setattr(kernels.common, "sms_of", lambda device: 132)
-    assert kernels.few_rows(torch.device("cuda", 0), 768) == 704
-    assert kernels.few_rows(torch.device("cpu"), 768) == 0
+    assert kernels.rows_of_short_steps(torch.device("cuda", 0), 768) == 704
+    assert kernels.rows_of_short_steps(torch.device("cpu"), 768) == 0
     taken, device = [], torch.device("cuda", 0)
     monkeypatch.setattr(kernels.common, "launch", lambda kernel, given, S, steps, **options: taken.append((S, steps)))
     monkeypatch.setattr(kernels, "has_native_casts", lambda device: True)

@@ -24,6 +24,7 @@ SHAPES = {
     "no rows": ((0, 0), 40, 256, 256),
     "one block of K, one column block": ((66, 1), 3, 128, 128),
     "more blocks than stages": ((17,), 0, 3328, 136),
+    "columns of one more line": ((5, 20), 0, 256, 132),
     "full tiles": ((64, 128), 0, 512, 256),
 }
 QUICK = {"full tiles": "the ring is full when a tile ends", "no rows": "a CTA without a tile"}

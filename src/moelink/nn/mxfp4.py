@@ -38,7 +38,7 @@ BLOCK, GROUP = 128, 32
 
 @dataclass(frozen=True)
 class Mxfp4Weight:
-    """Weights [..., N, K] in mxfp4, in the order in which the kernel reads them.
+    """Weights [..., N, K] in mxfp4, in the order in which kernels read them.
 
     Attributes:
         codes: [..., K / 64, N, 32] uint8, two elements a byte (:mod:`moelink.rows.grouped_mxfp4`).
@@ -148,8 +148,8 @@ class Mxfp4Weight:
     def launch(
         self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor, *, follows_product: bool = False
     ) -> None:
-        """Fill ``out`` by a kernel: on compute capability 9.0, for few rows of each group, by one in Gluon, else by the
-        Triton kernel, which begins behind any launch."""
+        """Fill ``out`` by a kernel: on compute capability 9.0, for few rows of each group and N a multiple of 4 (the
+        columns of a line of bytes), by one in Gluon, else by the Triton kernel, which begins behind any launch."""
         given = codes, scales, row_offsets, self.codes, self.scales, out
         tile_rows = few_rows(len(codes), len(self.codes)) if takes_gluon(codes) else None
         if tile_rows is None or self.codes.shape[2] % 4:

@@ -59,11 +59,14 @@ def _by_rows(config: EPConfig, most: int, experts: Experts | QuantizedExperts) -
     """Return, for each number of rows at which a product takes other tiles, or the activation other steps, the most
     tokens of calls whose buffers have no more. Calls have smaller buffers than those of ``most`` tokens if this rank
     knows the tokens of all ranks."""
-    from moelink.rows.activation_kernel import few_rows
+    from moelink.rows.activation_kernel import rows_of_short_steps
 
     if known_max_tokens(config, most) is None:
         return set()
-    edges = [few_rows(experts.down_proj.device, experts.sizes[2]), *(room * config.num_groups for room, _ in FEW_ROWS)]
+    edges = [
+        rows_of_short_steps(experts.down_proj.device, experts.sizes[2]),
+        *(room * config.num_groups for room, _ in FEW_ROWS),
+    ]
     return {bisect_right(range(most), edge, key=config.output_rows) - 1 for edge in edges} - {-1, 0}
 
 

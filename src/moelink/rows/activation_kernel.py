@@ -150,7 +150,7 @@ def warps_of(elements: int) -> int:
     return max(4, min(32, elements // 512))
 
 
-def few_rows(device: torch.device, hidden: int) -> int:
+def rows_of_short_steps(device: torch.device, hidden: int) -> int:
     """Return the rows of a buffer, of ``hidden`` columns of output, up to which steps are short.
 
     With steps of the usual length they would be two for each SM, or fewer, and each takes its CTA more than a
@@ -175,7 +175,7 @@ def launch(
         return
     device = x.device
     native = has_native_casts(device) if native is None else native
-    elements = block or common.step_elements(device) // (4 if rows <= few_rows(device, columns // 2) else 1)
+    elements = block or common.step_elements(device) // (4 if rows <= rows_of_short_steps(device, columns // 2) else 1)
     form = _form(fmt, columns // 2, num_groups, clamp, input_scales is not None, elements, native, x.is_cuda)
     common.launch(
         silu_and_quantize_kernel,

@@ -1,4 +1,4 @@
-"""Which kernel multiplies rows by groups of weights: what the host knows of it, without importing triton."""
+"""Which kernel multiplies rows by groups of weights, as far as the host knows, without importing triton."""
 
 from __future__ import annotations
 
