@@ -30,7 +30,7 @@ BUDGET = {
     "kernels/launch": 2278,
     "kernels/nodes": 1353,
     "kernels/sync": 1317,
-    "rows": 4183,
+    "rows": 4165,
     "transports": 2048,
     "transports/collective": 1829,
     "transports/symmetric": 2277,

@@ -24,7 +24,7 @@ import torch
 from greenlet import getcurrent, greenlet
 
 SPOILED = {torch.float32: float("nan"), torch.int32: 1 << 30, torch.int16: -1}
-"""What memory holds until something is delivered. Bytes are int16 here, so that one more value than theirs exists."""
+"""Numbers that memory holds until others are delivered. Bytes are int16 here, so that one more value exists."""
 TOO_EARLY = "memory is read or written before the launch before this one has ended"
 
 

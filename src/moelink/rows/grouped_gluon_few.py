@@ -109,10 +109,10 @@ def after(stage, phase, S: gl.constexpr):
 
 
 @gluon.jit
-def _expect(bar, boxes, S: gl.constexpr):
+def expect(bar, boxes, WEIGHT_BYTES: gl.constexpr, S: gl.constexpr):
     """Arrive, and expect the bytes of a block of the weight and of ``boxes`` boxes of rows."""
     for count in gl.static_range(1, S.BLOCK_ROWS // S.ROW_BOX + 1):
-        mbarrier.expect(bar, (count * S.ROW_BOX + _BLOCK) * _BLOCK, pred=boxes == count)
+        mbarrier.expect(bar, count * S.ROW_BOX * _BLOCK + WEIGHT_BYTES, pred=boxes == count)
 
 
 @gluon.jit
@@ -141,7 +141,7 @@ def _produce(codes, scales, row_offsets, weight, weight_scales, rows, ring, S: g
             if is_first:
                 places.index(0).store(place)
                 for k in gl.static_range(FIRST):
-                    _expect(ready.index(k), boxes, S)
+                    expect(ready.index(k), boxes, _BLOCK * _BLOCK, S)
                     load_weight(weight, weight_row, k, right, k, ready.index(k), S)
                 follow_previous_launch(S)
         for k in range(KB):
@@ -154,7 +154,7 @@ def _produce(codes, scales, row_offsets, weight, weight_scales, rows, ring, S: g
             if (k >= FIRST) | (not is_first):
                 if k == 0:
                     places.index(stage).store(place)
-                _expect(bar, boxes, S)
+                expect(bar, boxes, _BLOCK * _BLOCK, S)
                 load_weight(weight, weight_row, k, right, stage, bar, S)
             for box in gl.static_range(S.BLOCK_ROWS // S.ROW_BOX):
                 to = left.index(stage).slice(box * S.ROW_BOX, S.ROW_BOX)

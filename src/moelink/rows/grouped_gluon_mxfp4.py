@@ -39,13 +39,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moelink.formats.device import as_float
-from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.row_launch import Block
 from moelink.kernels.sync.dependent_launch import follow_previous_launch, wait_for_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.grouped_fp8 import BLOCK
 from moelink.rows.grouped_gluon import IN_SHARED, add, field_of, find_tile, store_part, tiles_of_groups
-from moelink.rows.grouped_gluon_few import COLUMNS, PRODUCER_REGISTERS, RING_BYTES, ROW_BOX, after
+from moelink.rows.grouped_gluon_few import (
+    COLUMNS,
+    PRODUCER_REGISTERS,
+    RING_BYTES,
+    ROW_BOX,
+    FewConstants,
+    after,
+    expect,
+)
 from moelink.rows.grouped_mxfp4 import halves
 
 LINE = 128
@@ -74,42 +81,15 @@ _AS_COLUMNS = gl.constexpr(AS_COLUMNS)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Mxfp4Constants(Constants):
+class Mxfp4Constants(FewConstants):
     """Launch constants of the kernel.
 
     Attributes:
-        K, N: columns of a row and of the output. NUM_GROUPS: groups; GROUPS_POW2: the next power of two.
-        BLOCK_ROWS: rows of a tile. ROW_BOX: rows that are loaded at a time.
-        BLOCK_COLUMNS, PARTS: columns of a consumer, and consumers. BAND: tiles of rows that tiles in progress span.
-        STAGES: of the ring. TOGETHER: blocks that are loaded at a time. REGISTERS: of a consumer's thread.
-        HAS_BIAS: add biases. EARLY: load weights before the launch before this one has ended.
-        OPERANDS: the type of the factors, as of ``rows.grouped_fp8``. DEPENDENT_LAUNCH: as of ``rows.common_kernel``.
+        HAS_BIAS: add biases. OPERANDS: the type of the factors, as of ``rows.grouped_fp8``.
     """
 
-    K: int
-    N: int
-    NUM_GROUPS: int
-    GROUPS_POW2: int
-    BLOCK_ROWS: int
-    PARTS: int
-    STAGES: int
-    REGISTERS: int
-    HAS_BIAS: bool
-    EARLY: bool
-    ROW_BOX: int = ROW_BOX
-    BLOCK_COLUMNS: int = COLUMNS
-    BAND: int = 16
-    TOGETHER: int = 4
+    HAS_BIAS: bool = False
     OPERANDS: str = "fp8"
-    DEPENDENT_LAUNCH: bool = False
-
-
-@gluon.jit
-def _expect(bar, boxes, S: gl.constexpr):
-    """Arrive, and expect the bytes of a block of the weight, its scales, and ``boxes`` boxes of rows."""
-    BYTES: gl.constexpr = S.PARTS * S.BLOCK_COLUMNS * (_BLOCK // 2 + 4)
-    for count in gl.static_range(1, S.BLOCK_ROWS // S.ROW_BOX + 1):
-        mbarrier.expect(bar, count * S.ROW_BOX * _BLOCK + BYTES, pred=boxes == count)
 
 
 @gluon.jit
@@ -128,6 +108,7 @@ def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.conste
     """Load all blocks of this CTA's tiles, in order, each into its stage as soon as that is empty."""
     left, right, row_scales, scale_words, places, ready, empty = ring
     KB: gl.constexpr = S.K // _BLOCK
+    BYTES: gl.constexpr = S.PARTS * S.BLOCK_COLUMNS * (_BLOCK // 2 + 4)
     FIRST: gl.constexpr = min(S.STAGES, KB) if S.EARLY else 0
     if not S.EARLY:
         follow_previous_launch(S)
@@ -146,7 +127,7 @@ def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.conste
             if is_first:
                 places.index(0).store(place)
                 for k in gl.static_range(FIRST):
-                    _expect(ready.index(k), boxes, S)
+                    expect(ready.index(k), boxes, BYTES, S)
                     _load_weight(weight, words, group, column_tile, k, right, scale_words, k, ready.index(k), S)
                 follow_previous_launch(S)
         for k in range(KB):
@@ -159,7 +140,7 @@ def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.conste
             if (k >= FIRST) | (not is_first):
                 if k == 0:
                     places.index(stage).store(place)
-                _expect(bar, boxes, S)
+                expect(bar, boxes, BYTES, S)
                 _load_weight(weight, words, group, column_tile, k, right, scale_words, stage, bar, S)
             for box in gl.static_range(S.BLOCK_ROWS // S.ROW_BOX):
                 to = left.index(stage).slice(box * S.ROW_BOX, S.ROW_BOX)
@@ -286,7 +267,8 @@ def constants_of(weight: torch.Size, tile_rows: int, *, biased: bool = False, ea
     stage = tile_rows * (BLOCK + 4) + COLUMNS * form.parts * (BLOCK // 2 + 4)
     return Mxfp4Constants(
         K=inner, N=columns, NUM_GROUPS=groups, GROUPS_POW2=triton.next_power_of_2(groups), BLOCK_ROWS=tile_rows,
-        PARTS=form.parts, STAGES=RING_BYTES // stage, REGISTERS=form.of_consumer, HAS_BIAS=biased, EARLY=early,
+        ROW_BOX=ROW_BOX, PARTS=form.parts, STAGES=RING_BYTES // stage, REGISTERS=form.of_consumer, HAS_BIAS=biased,
+        EARLY=early,
     )  # fmt: skip
 
 
