@@ -143,6 +143,7 @@ class Language:
     fma = staticmethod(lambda a, b, c: a * b + c)
     expand_dims = staticmethod(lambda x, axis: x.unsqueeze(axis))
     convert_layout = staticmethod(lambda x, _layout: x)
+    to_tensor = staticmethod(torch.as_tensor)
     associative_scan = staticmethod(lambda x, axis, _add: x.cumsum(axis))
     static_range = range
 
@@ -320,7 +321,8 @@ class Language:
             able = [part for part in running if part.until is None or part.until()]
             if not able and not self.copies:
                 raise Deadlock(f"{len(running)} of {len(parts)} partitions wait for ever")
-            if self.copies and (not able or self.random.random() < 0.3):
+            # A slow partition finds all copies delivered, so that others may be ahead of it.
+            if self.copies and (all(part.pace == 1 for part in able) or self.random.random() < 0.3):
                 self._deliver(self.random.choice(self.copies))
                 continue
             [part] = self.random.choices(able, [part.pace for part in able])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -131,18 +131,22 @@ class Recorder(Language):
         return [(stage, phase) for array, stage, phase in self.waits if array == 1]
 
 
-def assert_forms_are_compiled(kernel: str, forms: int, *, wgmma: int, stack: int = 0) -> list[dict[str, Any]]:
-    """Whether ``grouped_gluon_aot`` makes of each form of a kernel what the kernel rests on: ``wgmma`` instructions of
-    each consumer, at most ``stack`` bytes in local memory. Returns what it found."""
+def assert_forms_are_compiled(
+    kernel: str, copies: Sequence[int], *, wgmma: int, waits: int, stack: int = 0
+) -> list[dict[str, Any]]:
+    """Whether ``grouped_gluon_aot`` makes of each form of a kernel what the kernel rests on: so many ``copies`` of the
+    code for a block, each with ``wgmma`` instructions and ``waits`` of each consumer, at most ``stack`` bytes in local
+    memory. Returns what it found."""
     found = [json.loads(line) for line in output_of("rows.grouped_gluon_aot", kernel)]
-    assert len(found) == forms
-    for each in found:
+    for each, copied in zip(found, copies, strict=True):
+        blocks = copied * each["consumers"]
+        empty = each["consumers"] if kernel == "many" and copied % 2 else 0  # blocks that are given back unread
         assert each["local"] <= stack, f"{each} spills"
         assert each["shared"] <= 227 << 10, f"{each} overflows an SM"
-        assert each["wgmma"] == wgmma * each["consumers"], each
+        assert (each["wgmma"], each["waits"]) == (wgmma * blocks, waits * blocks), each
         assert not each["narrow_stores"], f"{each}: expected stores of 16 bytes"
         assert each["stays_in_cache"] == (kernel != "many" and "second" in each["form"]), each
-        met = each["given_back"] == each["consumers"]
+        met = each["given_back"] == blocks + empty
         assert met, f"{each}: expected all warps of a consumer to meet before a stage is given back"
         assert set(each["wanted_registers"]) <= set(each["registers"]), each
     return found

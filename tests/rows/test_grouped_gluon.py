@@ -34,5 +34,6 @@ def test_the_example_of_the_module() -> None:
 
 
 def test_the_kernel_compiles_for_sm_90() -> None:
-    """Two consumers with two products of 128 columns and four instructions."""
-    assert_forms_are_compiled("many", 4, wgmma=8)
+    """Two consumers with two products of 128 columns and four instructions, and two waits for each: without the second
+    one sums need registers that there are not. The code has two blocks of K, and the odd last one."""
+    assert_forms_are_compiled("many", (2, 2, 3, 1), wgmma=8, waits=4)

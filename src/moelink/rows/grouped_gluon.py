@@ -11,13 +11,16 @@ of a block before it scales it, and its tensor cores rest meanwhile. This one, i
 There is one CTA an SM. CTA p of P computes tiles p, p + P, ... in the order of ``tile_in_group``.
 
 Protocol of the ring. Block number b, counted over all tiles of a CTA, is in stage ``b % STAGES``; it is use
-``u = b // STAGES`` of the stage. Each stage has two mbarriers. A wait for parity q returns once the phase of parity q
-has ended; the phase before the first counts as one of parity 1.
+``u = b // STAGES`` of the stage. Consumers take two blocks in a turn of their loop, so if a tile has an odd number of
+them, an empty one follows: its stage is made ready and given back, and that is all. Consumers wait for it, because two
+phases of `empty` may not end between two waits of the producer. Each stage has two mbarriers. A wait for parity q
+returns once the phase of parity q has ended; the phase before the first counts as one of parity 1.
 
 ========  =============================================  ===============================================================
 barrier   a phase ends with                              waited for by
 ========  =============================================  ===============================================================
-`ready`   the producer's arrival and 49152 bytes         consumers, before they read block b: parity ``u % 2``
+`ready`   the producer's arrival and 49152 bytes, or     consumers, before they read block b: parity ``u % 2``
+          none for an empty block
 `empty`   one arrival of each consumer, which has        the producer, before it loads block b: parity ``(u + 1) % 2``
           waited for its products of the block
 ========  =============================================  ===============================================================
@@ -171,6 +174,10 @@ def _produce(codes, weight, row_offsets, rows, total, ring, S: gl.constexpr):
                 to = left.index(stage * 2 + part)
                 tma.async_copy_global_to_shared(codes, [row + part * _PART_ROWS, k * _BLOCK], bar, to)
             block += 1
+        if S.K // _BLOCK % 2 == 1:
+            mbarrier.wait(empty.index(block % S.STAGES), (block // S.STAGES + 1) & 1)
+            mbarrier.arrive(ready.index(block % S.STAGES), count=1)
+            block += 1
 
 
 @gluon.jit
@@ -201,56 +208,81 @@ def store_part(out, sums, first_row, end, first_column, layout: gl.constexpr, EV
 
 
 @gluon.jit
+def _scales_of(k, at, S: gl.constexpr):
+    """The scales of the rows and of both parts for block ``k``, or for the last one."""
+    rows, scale_at, first_at, second_at = at
+    block = gl.minimum(k, S.K // _BLOCK - 1)
+    return gl.load(scale_at + block.to(gl.int64) * rows), gl.load(first_at + block), gl.load(second_at + block)
+
+
+@gluon.jit
+def _multiply(k, stage, phase, at, numbers, factors, ring, HALF: gl.constexpr, S: gl.constexpr):
+    """``numbers`` with the products of block ``k`` added to both sums, and the ``factors`` of the next block."""
+    left, right, _, ready, empty = ring
+    products, first, second = numbers
+    scale, by_first, by_second = factors
+    mbarrier.wait(ready.index(stage), phase)
+    mine, by = left.index(stage * 2 + HALF), right.index(stage * S.PARTS).permute((1, 0))
+    # ``products`` stands for registers here, its numbers are not added.
+    products = warpgroup_mma(mine, by, products, use_acc=False, is_async=True)
+    first_factor, second_factor = scale * by_first, scale * by_second
+    # A block ahead: nothing else hides the way of scales from memory.
+    factors = _scales_of(k + 1, at, S)
+    products = warpgroup_mma_wait(0, deps=[products])
+    # Waits that take sums hold these back from moving behind the next product, which would then need registers of its
+    # own, more than there are. The one for ``second`` is there because the kernel is faster with it.
+    first = warpgroup_mma_wait(0, deps=[_plus(first, products, first_factor)])
+    by = right.index(stage * S.PARTS + 1).permute((1, 0))
+    products = warpgroup_mma(mine, by, products, use_acc=False, is_async=True)
+    products = warpgroup_mma_wait(0, deps=[products])
+    mbarrier.arrive(empty.index(stage), count=1)
+    second = warpgroup_mma_wait(0, deps=[_plus(second, products, second_factor)])
+    return (products, first, second), factors
+
+
+@gluon.jit
+def _after(stage, phase, S: gl.constexpr):
+    """The stage of the first of the next two blocks, and the parity of their use."""
+    last = stage == S.STAGES - 2
+    return gl.where(last, 0, stage + 2), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
 def _consume(scales, weight_scales, out, rows, total, ring, HALF: gl.constexpr, S: gl.constexpr):
     """Multiply the rows of half HALF of this CTA's tiles, and store them."""
-    left, right, places, ready, empty = ring
+    _, _, places, ready, empty = ring
     KB: gl.constexpr = S.K // _BLOCK
     NB: gl.constexpr = (S.N + _BLOCK - 1) // _BLOCK
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_COLUMNS, 32])
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     fields: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     products = gl.zeros([_PART_ROWS, S.BLOCK_COLUMNS], gl.float32, layout)
-    block = 0
+    stage, phase = 0, 0
     for _ in range(gl.program_id(0), total, gl.num_programs(0)):
-        mbarrier.wait(ready.index(block % S.STAGES), block // S.STAGES & 1)
-        place = places.index(block % S.STAGES).load(fields)
+        mbarrier.wait(ready.index(stage), phase)
+        place = places.index(stage).load(fields)
         row, end = field_of(place, 0, fields) + HALF * _PART_ROWS, field_of(place, 1, fields)
         # A multiple that the compiler knows, so that 16 bytes are stored at a time.
         group, column = field_of(place, 2, fields), field_of(place, 3, fields) * (S.BLOCK_COLUMNS * S.PARTS)
-        present = gl.minimum(row + gl.arange(0, _PART_ROWS, gl.SliceLayout(1, layout)), end - 1)
-        scale_at = scales + present
+        scale_at = scales + gl.minimum(row + gl.arange(0, _PART_ROWS, gl.SliceLayout(1, layout)), end - 1)
         first_at = weight_scales + (group * NB + column // _BLOCK) * KB
         # The last column tile may have no second part: then this is the scale of the last column.
         second_at = weight_scales + (group * NB + gl.minimum(column + S.BLOCK_COLUMNS, S.N - 1) // _BLOCK) * KB
-        # Scales are loaded two blocks ahead: nothing else hides their way from memory.
-        next_block: gl.constexpr = 1 if KB > 1 else 0
-        scale, by_first, by_second = gl.load(scale_at), gl.load(first_at), gl.load(second_at)
-        next_scale = gl.load(scale_at + rows * next_block)
-        next_first, next_second = gl.load(first_at + next_block), gl.load(second_at + next_block)
-        first = gl.zeros([_PART_ROWS, S.BLOCK_COLUMNS], gl.float32, layout)
-        second = gl.zeros([_PART_ROWS, S.BLOCK_COLUMNS], gl.float32, layout)
-        for k in range(KB):
-            stage = block % S.STAGES
-            mbarrier.wait(ready.index(stage), block // S.STAGES & 1)
-            mine = left.index(stage * 2 + HALF)
-            by = right.index(stage * S.PARTS).permute((1, 0))
-            # ``products`` stands for registers here, its numbers are not added.
-            products = warpgroup_mma(mine, by, products, use_acc=False, is_async=True)
-            first_factor, second_factor = scale * by_first, scale * by_second
-            scale, by_first, by_second = next_scale, next_first, next_second
-            ahead = gl.minimum(k + 2, KB - 1)
-            next_scale = gl.load(scale_at + ahead.to(gl.int64) * rows)
-            next_first, next_second = gl.load(first_at + ahead), gl.load(second_at + ahead)
-            products = warpgroup_mma_wait(0, deps=[products])
-            # The second wait holds the sums back from moving behind the next product, which would then need registers
-            # of its own, more than there are.
-            first = warpgroup_mma_wait(0, deps=[_plus(first, products, first_factor)])
-            by = right.index(stage * S.PARTS + 1).permute((1, 0))
-            products = warpgroup_mma(mine, by, products, use_acc=False, is_async=True)
-            products = warpgroup_mma_wait(0, deps=[products])
-            mbarrier.arrive(empty.index(stage), count=1)
-            second = _plus(second, products, second_factor)
-            block += 1
+        at = (rows, scale_at, first_at, second_at)
+        factors = _scales_of(gl.to_tensor(0), at, S)
+        zeros = gl.zeros([_PART_ROWS, S.BLOCK_COLUMNS], gl.float32, layout)
+        numbers = (products, zeros, zeros)
+        for pair in range(KB // 2):
+            for inside in gl.static_range(2):
+                k = pair * 2 + inside
+                numbers, factors = _multiply(k, stage + inside, phase, at, numbers, factors, ring, HALF, S)
+            stage, phase = _after(stage, phase, S)
+        if KB % 2 == 1:
+            numbers, factors = _multiply(gl.to_tensor(KB - 1), stage, phase, at, numbers, factors, ring, HALF, S)
+            mbarrier.wait(ready.index(stage + 1), phase)
+            mbarrier.arrive(empty.index(stage + 1), count=1)
+            stage, phase = _after(stage, phase, S)
+        products, first, second = numbers
         store_part(out, first.to(out.dtype.element_ty), row, end, column, stored, "", S)
         store_part(out, second.to(out.dtype.element_ty), row, end, column + S.BLOCK_COLUMNS, stored, "", S)
 
