@@ -124,6 +124,14 @@ def test_a_shape_without_room_has_a_row_for_everybody() -> None:
     assert {row.reason for row in rows} == {"out of memory"}
 
 
+def test_a_shape_with_the_experts_of_one_rank() -> None:
+    given = {"device": "cuda", "cases": ["deepseek-v3"], "tokens": [8], "experts": 32}
+    (case,) = make_layer_plan("layer", ranks=1, **given).cases
+    assert (case.label, case.shape.num_experts) == ("DeepSeek-V3 with 32 experts, 8 tokens", 32)
+    with pytest.raises(moelink.ConfigError, match="at most the 32 experts of DeepSeek-V3 with 32 experts"):
+        make_layer_plan("layer", ranks=33, **given)
+
+
 class FakeFlashInfer:
     """Its all-to-all of two ranks in one process: what rank ``rank`` receives, and what it gives to combine."""
 

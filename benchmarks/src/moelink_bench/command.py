@@ -129,7 +129,7 @@ def bench(
     if name not in get_args(PresetName):
         refuse_options(name, {"peer": libraries, "speed-gate": speed_gate})
     if name in get_args(LayerPresetName):
-        fixed = {"format": format, "hidden": hidden, "topk": topk, "experts": experts, "layout": layout}
+        fixed = {"format": format, "hidden": hidden, "topk": topk, "layout": layout}
         refuse_options(name, {**fixed, "num-sms": num_sms})
     else:
         refuse_options(name, {"case": [str(one.value) for one in case or ()], "contender": contender})
@@ -153,7 +153,7 @@ def bench(
         world = place_of(device, ranks, on_cpus=2)[1]
         run, plan = run_layer_bench, make_layer_plan(
             name, ranks=world, device=device, cases=[str(one.value) for one in case or ()], tokens=tokens or (),
-            samples=samples, seed=seed, contenders=contender or None, peers=peers, timeout=timeout,
+            experts=experts, samples=samples, seed=seed, contenders=contender or None, peers=peers, timeout=timeout,
         )  # fmt: skip
     elif name in get_args(RolePresetName):
         from moelink_bench.roles_preset import make_roles_plan, run_roles

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from moelink.config import EPConfig
@@ -129,6 +129,13 @@ class LayerPlan(RunPlan):
         return most
 
 
+def with_experts(shape: Shape, experts: int | None) -> Shape:
+    """Return ``shape`` with so many experts, or as it is for None."""
+    if experts is None:
+        return shape
+    return replace(shape, model=f"{shape.model} with {experts} experts", num_experts=experts)
+
+
 def make_layer_plan(
     preset: str,
     *,
@@ -136,6 +143,7 @@ def make_layer_plan(
     device: DeviceKind,
     cases: Sequence[str] = (),
     tokens: Sequence[int] = (),
+    experts: int | None = None,
     samples: int | None = None,
     seed: int = 0,
     contenders: Sequence[str] | None = None,
@@ -148,6 +156,8 @@ def make_layer_plan(
         preset: a key of :data:`LAYER_PRESETS`.
         cases: keys of :data:`SHAPES`, in place of the preset's.
         tokens: replace each shape's.
+        experts: number of experts in place of each shape's, or None: 32 on one rank are what a rank of 8 has of
+            DeepSeek-V3.
         samples: samples per figure, or None for the preset's.
         contenders: names of those that take part, None for all.
 
@@ -162,10 +172,11 @@ def make_layer_plan(
     if any(count < 1 for count in tokens):
         raise ConfigError("tokens", "at least 1", min(tokens))
     models, distribution = LAYER_PRESETS[preset]
+    shapes = {name: with_experts(SHAPES[name], experts) for name in dict.fromkeys(cases or models)}
     chosen = [
-        LayerCase(name=name, shape=SHAPES[name], tokens=count, distribution=distribution)
-        for name in dict.fromkeys(cases or models)
-        for count in dict.fromkeys(tokens or SHAPES[name].tokens)
+        LayerCase(name=name, shape=shape, tokens=count, distribution=distribution)
+        for name, shape in shapes.items()
+        for count in dict.fromkeys(tokens or shape.tokens)
     ]
     settings = settings_of(SMOKE if device == "cpu" else _LAYER, seed=seed, samples=samples)
     return LayerPlan(
