@@ -30,7 +30,7 @@ BUDGET = {
     "kernels/launch": 2278,
     "kernels/nodes": 1353,
     "kernels/sync": 1317,
-    "rows": 4197,
+    "rows": 4202,
     "transports": 2048,
     "transports/collective": 1829,
     "transports/symmetric": 2277,
@@ -51,7 +51,7 @@ BUDGET = {
 """Most lines of each room; "." are the files beside the rooms."""
 BUDGET_OF_BENCH = {
     ".": 11404,
-    "layer": 1654,
+    "layer": 1655,
     "frameworks": 1008,
 }
 """Those of the distribution moelink-bench."""

@@ -321,7 +321,7 @@ class Language:
             able = [part for part in running if part.until is None or part.until()]
             if not able and not self.copies:
                 raise Deadlock(f"{len(running)} of {len(parts)} partitions wait for ever")
-            # A slow partition finds all copies delivered, so that others may be ahead of it.
+            # If a slow partition alone can go on, all copies are delivered first, so that others may get ahead of it.
             if self.copies and (all(part.pace == 1 for part in able) or self.random.random() < 0.3):
                 self._deliver(self.random.choice(self.copies))
                 continue

@@ -22,12 +22,12 @@ from moelink_testing.lowering import Lowered, source
 FIRST, SECOND, ODD, ONE = map(torch.Size, ([32, 4096, 7168], [32, 7168, 2048], [130, 200, 384], [1, 136, 128]))
 """Of DeepSeek-V3, with odd columns, and of one block."""
 SEVEN = torch.Size([130, 200, 896])
-"""With odd columns and an odd number of blocks. With 3 to 5 blocks the loop is unrolled, and some registers are spilled
-once a tile."""
+"""With odd columns, and blocks as many as the name says. With 2 to 5 blocks the loop of the product of many rows may be
+unrolled; then registers are spilled in each tile."""
 FORMS = {
     "many": {
         "DeepSeek-V3": (FIRST, "bf16"), "its second product": (SECOND, "bf16"), "odd columns": (SEVEN, "bf16"),
-        "one block": (ONE, "fp32"),
+        "one block": (ONE, "fp32"), "three blocks": (ODD, "bf16"),
     },
     "few": {
         "DeepSeek-V3": (FIRST, "bf16", 16), "its second product": (SECOND, "bf16", 32),
@@ -40,8 +40,10 @@ FORMS = {
 }  # fmt: skip
 """Shape of the weights, dtype of the output, and rows of a tile."""
 
-GIVEN_BACK = r"wgmma\.wait_group\S*\s+0;(?:(?!wgmma).)*?bar\.sync[^;]*;(?:(?!bar\.sync).)*?mbarrier\.arrive\.shared"
-"""A consumer waits for its products, all of its warps meet, and then a stage is given back."""
+GIVEN_BACK = (
+    r"wgmma\.wait_group\S*\s+0;(?:(?!wgmma).)*?bar\.sync[^;]*;(?:(?!bar\.sync|try_wait).)*?mbarrier\.arrive\.shared"
+)
+"""A consumer waits for its products, or for an empty block, all of its warps meet, and then a stage is given back."""
 
 
 def block(dtype, shape, layout=many.IN_SHARED):

@@ -132,13 +132,13 @@ class Recorder(Language):
 
 
 def assert_forms_are_compiled(
-    kernel: str, copies: Sequence[int], *, wgmma: int, waits: int, stack: int = 0
+    kernel: str, forms: Sequence[tuple[int, int]], *, wgmma: int, waits: int
 ) -> list[dict[str, Any]]:
-    """Whether ``grouped_gluon_aot`` makes of each form of a kernel what the kernel rests on: so many ``copies`` of the
-    code for a block, each with ``wgmma`` instructions and ``waits`` of each consumer, at most ``stack`` bytes in local
-    memory. Returns what it found."""
+    """Whether ``grouped_gluon_aot`` makes of each form of a kernel what the kernel rests on. ``forms``: copies of the
+    code for a block, each with ``wgmma`` instructions and ``waits`` of each consumer, and most bytes of local memory.
+    Returns what it found."""
     found = [json.loads(line) for line in output_of("rows.grouped_gluon_aot", kernel)]
-    for each, copied in zip(found, copies, strict=True):
+    for each, (copied, stack) in zip(found, forms, strict=True):
         blocks = copied * each["consumers"]
         empty = each["consumers"] if kernel == "many" and copied % 2 else 0  # blocks that are given back unread
         assert each["local"] <= stack, f"{each} spills"

@@ -13,6 +13,7 @@ SHAPES = {
     "no rows": ((0, 0), 40, 256, 256),
     "one block of K, one column block": ((130, 1), 3, 128, 128),
     "more blocks than stages": ((129,), 0, 768, 256),
+    "more blocks than stages, an odd number": ((129, 3), 0, 640, 256),
 }
 
 
@@ -34,6 +35,7 @@ def test_the_example_of_the_module() -> None:
 
 
 def test_the_kernel_compiles_for_sm_90() -> None:
-    """Two consumers with two products of 128 columns and four instructions, and two waits for each: without the second
-    one sums need registers that there are not. The code has two blocks of K, and the odd last one."""
-    assert_forms_are_compiled("many", (2, 2, 3, 1), wgmma=8, waits=4)
+    """Two consumers with two products of 128 columns and four instructions, and two waits for each: for the product,
+    and to hold its sums back from moving behind the next one. The code has two blocks of K, and the odd last one."""
+    forms = ((2, 0), (2, 0), (3, 0), (1, 0), (3, 192))
+    assert_forms_are_compiled("many", forms, wgmma=8, waits=4)

@@ -144,6 +144,6 @@ def test_the_launch_gives_the_kernel_what_it_is_compiled_for(tile_rows: int, mon
 def test_the_kernel_compiles_for_sm_90() -> None:
     """Each consumer has two boxes of bytes in registers, for four instructions that take them from there. Warps may
     keep 8 bytes in local memory where they begin and end, not where they multiply."""
-    for each in assert_forms_are_compiled("mxfp4", (1, 1, 1), wgmma=4, waits=1, stack=8):
+    for each in assert_forms_are_compiled("mxfp4", ((1, 8),) * 3, wgmma=4, waits=1):
         assert each["from_registers"] == each["wgmma"], f"{each}: expected left operands in registers"
         assert each["ldmatrix"] == 2 * each["consumers"], each

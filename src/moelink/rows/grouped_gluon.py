@@ -11,18 +11,23 @@ of a block before it scales it, and its tensor cores rest meanwhile. This one, i
 There is one CTA an SM. CTA p of P computes tiles p, p + P, ... in the order of ``tile_in_group``.
 
 Protocol of the ring. Block number b, counted over all tiles of a CTA, is in stage ``b % STAGES``; it is use
-``u = b // STAGES`` of the stage. Consumers take two blocks in a turn of their loop, so if a tile has an odd number of
-them, an empty one follows: its stage is made ready and given back, and that is all. Consumers wait for it, because two
-phases of `empty` may not end between two waits of the producer. Each stage has two mbarriers. A wait for parity q
-returns once the phase of parity q has ended; the phase before the first counts as one of parity 1.
+``u = b // STAGES`` of the stage. Consumers take two blocks in a turn of their loop. So if a tile has an odd number of
+them, an empty one follows: the producer loads nothing and arrives, and each consumer waits for that and gives the stage
+back. If consumers did not wait, two phases of `empty` could end between two waits of the producer; without the
+producer's wait, two of `ready` could end between two of a consumer. STAGES is even, so both blocks of a turn have the
+same use u.
+
+Each stage has two mbarriers. A wait for parity q returns once the phase of parity q has ended; the phase before the
+first counts as one of parity 1.
 
 ========  =============================================  ===============================================================
 barrier   a phase ends with                              waited for by
 ========  =============================================  ===============================================================
-`ready`   the producer's arrival and 49152 bytes, or     consumers, before they read block b: parity ``u % 2``
-          none for an empty block
-`empty`   one arrival of each consumer, which has        the producer, before it loads block b: parity ``(u + 1) % 2``
-          waited for its products of the block
+`ready`   the producer's arrival and 49152 bytes, or     consumers, before they read block b, or give an empty one
+          the arrival alone for an empty block           back: parity ``u % 2``
+`empty`   one arrival of each consumer, which has        the producer, before it loads block b, or arrives for an
+          waited for its products of the block, or for   empty one: parity ``(u + 1) % 2``
+          the empty block
 ========  =============================================  ===============================================================
 
 With the first block of a tile the producer writes the tile's place beside the stage, before it arrives: (first row,
@@ -68,7 +73,7 @@ from moelink.rows import common_kernel as common
 from moelink.rows.grouped_fp8 import BLOCK, tile_in_group
 
 ROWS, PART_ROWS, PARTS, STAGES = 128, 64, 2, 4
-"""Rows of a tile and of a consumer, parts of a tile, stages of the ring: 4 x 48 KB."""
+"""Rows of a tile and of a consumer, parts of a tile, stages of the ring, an even number: 4 x 48 KB."""
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 """Of a thread. 128 threads with the first number (three warps do nothing) and 256 with the second fill an SM."""
 IN_SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -209,7 +214,7 @@ def store_part(out, sums, first_row, end, first_column, layout: gl.constexpr, EV
 
 @gluon.jit
 def _scales_of(k, at, S: gl.constexpr):
-    """The scales of the rows and of both parts for block ``k``, or for the last one."""
+    """The scales of the rows and of both parts for block ``k``, or for the last one if there is no block ``k``."""
     rows, scale_at, first_at, second_at = at
     block = gl.minimum(k, S.K // _BLOCK - 1)
     return gl.load(scale_at + block.to(gl.int64) * rows), gl.load(first_at + block), gl.load(second_at + block)
