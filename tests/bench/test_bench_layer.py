@@ -130,6 +130,8 @@ def test_a_shape_with_the_experts_of_one_rank() -> None:
     assert (case.label, case.shape.num_experts) == ("DeepSeek-V3 with 32 experts, 8 tokens", 32)
     with pytest.raises(moelink.ConfigError, match="at most the 32 experts of DeepSeek-V3 with 32 experts"):
         make_layer_plan("layer", ranks=33, **given)
+    with pytest.raises(moelink.ConfigError, match=r"num_groups: expected a divisor of num_experts = 12"):
+        make_layer_plan("layer", ranks=1, **{**given, "experts": 12})
 
 
 class FakeFlashInfer:
@@ -389,7 +391,9 @@ def test_one_rank_by_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ensure_running()  # ranks of other tests come from the same server, and triton may be loaded there
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     out = tmp_path / "layer.json"
-    done = run_bench_cli("--preset", "layer-smoke", "--ranks", "1", "--tokens", "3", "--out", str(out))
+    done = run_bench_cli(
+        "--preset", "layer-smoke", "--ranks", "1", "--tokens", "3", "--experts", "4", "--out", str(out)
+    )  # fmt: skip
     assert done.exit_code == 0, done.output
     document = json.loads(out.read_text())
     assert (document["benchmark"], document["schema_version"], document["preset"]) == (
@@ -399,7 +403,7 @@ def test_one_rank_by_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     )
     assert document["gate"] == {"passed": True, "fault": ""}
     (case,) = document["cases"]
-    assert (case["label"], case["max_tokens"], case["calls"]) == ("tiny, 3 tokens", 3, 1)
+    assert (case["label"], case["max_tokens"], case["calls"]) == ("tiny with 4 experts, 3 tokens", 3, 1)
     rows = {row["contender"]: row for row in document["rows"]}
     assert list(rows) == list(run.MAKERS)
     reasons = {name: row["reason"] for name, row in rows.items() if row["reason"]}
@@ -418,7 +422,7 @@ def test_one_rank_by_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert [verdict["contender"] for verdict in document["verdicts"]] == [OURS, FP8]
     assert document["faster_everywhere"] == (not document["not_faster"])
     assert "correctness gate passed" in done.output
-    assert "tiny, 3 tokens" in done.output
+    assert "tiny with 4 experts, 3 tokens" in done.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled where there is a GPU")

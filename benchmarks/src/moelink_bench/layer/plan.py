@@ -118,6 +118,7 @@ class LayerPlan(RunPlan):
         for shape, most in self.shapes().items():
             if shape.num_experts < self.ranks:
                 raise ConfigError("ranks", f"at most the {shape.num_experts} experts of {shape.model}", self.ranks)
+            shape.router.validate_sizes(num_experts=shape.num_experts, topk=shape.topk)
             for fmt in FORMATS:
                 shape.ep_config(fmt=fmt, max_tokens=most, rank=0, world_size=self.ranks)
 
@@ -131,7 +132,7 @@ class LayerPlan(RunPlan):
 
 def with_experts(shape: Shape, experts: int | None) -> Shape:
     """Return ``shape`` with so many experts, or as it is for None."""
-    if experts is None:
+    if experts in (None, shape.num_experts):
         return shape
     return replace(shape, model=f"{shape.model} with {experts} experts", num_experts=experts)
 
@@ -156,7 +157,7 @@ def make_layer_plan(
         preset: a key of :data:`LAYER_PRESETS`.
         cases: keys of :data:`SHAPES`, in place of the preset's.
         tokens: replace each shape's.
-        experts: number of experts in place of each shape's, or None: 32 on one rank are what a rank of 8 has of
+        experts: of each shape, in place of its own; None leaves it. With 32 one rank has as many as a rank of 8 has of
             DeepSeek-V3.
         samples: samples per figure, or None for the preset's.
         contenders: names of those that take part, None for all.
