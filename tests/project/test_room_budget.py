@@ -30,7 +30,7 @@ BUDGET = {
     "kernels/launch": 2278,
     "kernels/nodes": 1353,
     "kernels/sync": 1317,
-    "rows": 4202,
+    "rows": 4196,
     "transports": 2048,
     "transports/collective": 1829,
     "transports/symmetric": 2277,

@@ -246,10 +246,10 @@ def _multiply(k, stage, phase, at, numbers, factors, ring, HALF: gl.constexpr, S
 
 
 @gluon.jit
-def _after(stage, phase, S: gl.constexpr):
-    """The stage of the first of the next two blocks, and the parity of their use."""
-    last = stage == S.STAGES - 2
-    return gl.where(last, 0, stage + 2), gl.where(last, phase ^ 1, phase)
+def after(stage, phase, S: gl.constexpr, BLOCKS: gl.constexpr = 1):
+    """The stage of the block that follows BLOCKS blocks, and the parity of its use. STAGES is a multiple of BLOCKS."""
+    last = stage == S.STAGES - BLOCKS
+    return gl.where(last, 0, stage + BLOCKS), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -281,12 +281,12 @@ def _consume(scales, weight_scales, out, rows, total, ring, HALF: gl.constexpr, 
             for inside in gl.static_range(2):
                 k = pair * 2 + inside
                 numbers, factors = _multiply(k, stage + inside, phase, at, numbers, factors, ring, HALF, S)
-            stage, phase = _after(stage, phase, S)
+            stage, phase = after(stage, phase, S, 2)
         if KB % 2 == 1:
             numbers, factors = _multiply(gl.to_tensor(KB - 1), stage, phase, at, numbers, factors, ring, HALF, S)
             mbarrier.wait(ready.index(stage + 1), phase)
             mbarrier.arrive(empty.index(stage + 1), count=1)
-            stage, phase = _after(stage, phase, S)
+            stage, phase = after(stage, phase, S, 2)
         products, first, second = numbers
         store_part(out, first.to(out.dtype.element_ty), row, end, column, stored, "", S)
         store_part(out, second.to(out.dtype.element_ty), row, end, column + S.BLOCK_COLUMNS, stored, "", S)

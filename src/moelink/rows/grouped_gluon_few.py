@@ -60,7 +60,16 @@ from moelink.kernels.launch.row_launch import Block
 from moelink.kernels.sync.dependent_launch import follow_previous_launch, wait_for_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.grouped_fp8 import BLOCK
-from moelink.rows.grouped_gluon import IN_SHARED, add, field_of, find_tile, load_weight, store_part, tiles_of_groups
+from moelink.rows.grouped_gluon import (
+    IN_SHARED,
+    add,
+    after,
+    field_of,
+    find_tile,
+    load_weight,
+    store_part,
+    tiles_of_groups,
+)
 
 COLUMNS, ROW_BOX = 64, 16
 """Columns of a consumer, of which a tile has two parts, and rows that are loaded at a time."""
@@ -99,13 +108,6 @@ class FewConstants(Constants):
     TOGETHER: int = 4
     EARLY: bool = False
     DEPENDENT_LAUNCH: bool = False
-
-
-@gluon.jit
-def after(stage, phase, S: gl.constexpr):
-    """The stage of the next block, and the parity of its use."""
-    last = stage == S.STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit

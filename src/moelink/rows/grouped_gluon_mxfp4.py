@@ -43,16 +43,8 @@ from moelink.kernels.launch.row_launch import Block
 from moelink.kernels.sync.dependent_launch import follow_previous_launch, wait_for_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.grouped_fp8 import BLOCK
-from moelink.rows.grouped_gluon import IN_SHARED, add, field_of, find_tile, store_part, tiles_of_groups
-from moelink.rows.grouped_gluon_few import (
-    COLUMNS,
-    PRODUCER_REGISTERS,
-    RING_BYTES,
-    ROW_BOX,
-    FewConstants,
-    after,
-    expect,
-)
+from moelink.rows.grouped_gluon import IN_SHARED, add, after, field_of, find_tile, store_part, tiles_of_groups
+from moelink.rows.grouped_gluon_few import COLUMNS, PRODUCER_REGISTERS, RING_BYTES, ROW_BOX, FewConstants, expect
 from moelink.rows.grouped_mxfp4 import halves
 
 LINE = 128

@@ -115,8 +115,8 @@ def dispatch_launch(
 def tokens_of_kernels(config: EPConfig, device: torch.device, max_tokens: int | None) -> int:
     """Return the tokens per rank that the kernels of a dispatch are built for: those of the communicator, or one of the
     limits FEW_TOKENS and MANY_TOKENS (on CPUs, where all numbers are small, 4) if that is less and no rank is expected
-    to send more than it. So calls of few tokens take no longer for the size of
-    their communicator. Ranks need not choose alike.
+    to send more than it. So dispatch of few tokens takes the kernels that a communicator for few has. Ranks need not
+    choose alike.
 
     Example: in a communicator for 4096 tokens a call of at most 8 takes kernels for 256, and one of 2000 those for
     4096.
