@@ -21,6 +21,9 @@ from moelink.kernels.launch.cache_keys import settle_cache_key
 from tests.support.processes import run_compiled
 
 SOURCE = Path(moelink.__file__).parent
+SPILLED = 0 if triton.__version__.startswith("3.6.") else 80
+"""Bytes of local memory that products on rows may take in addition, compiled by another release of Triton than the one
+that they were measured with."""
 
 
 def output_of(script, *args, timeout=280):

@@ -76,7 +76,7 @@ class Shared:
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.data.narrow(dim, start, length))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
+    def see_as(self, dtype: torch.dtype, shape: list[int], _layout: Any) -> Shared:
         assert dtype == self.data.dtype
         return Shared(self.data.view(shape))
 
@@ -128,7 +128,7 @@ class Product:
 
 
 class Language:
-    """The names that a Gluon kernel imports (``gl``, ``tma``, ``mbarrier``), for one CTA and one schedule."""
+    """The names that a Gluon kernel uses (``gl``, ``mbarrier``, ``load_block``), for one CTA and one schedule."""
 
     uint8, int32, int64 = torch.int16, torch.int32, torch.int64
     float32 = float8e4nv = torch.float32
@@ -153,10 +153,7 @@ class Language:
         self.arrivals: list[tuple[Any, list[Copy]]] = []
         self.followed = False
         self.mbarrier = self
-        self.tma = SimpleNamespace(async_copy_global_to_shared=self.copy_box)
-        self.async_copy = SimpleNamespace(
-            async_copy_global_to_shared=self.copy_places, mbarrier_arrive=self.arrive_behind_copies
-        )
+        self.async_copy = SimpleNamespace(mbarrier_arrive=self.arrive_behind_copies)
         for name in (
             "BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "DotOperandLayout", "SwizzledSharedLayout",
         ):  # fmt: skip
@@ -166,7 +163,8 @@ class Language:
     def names(self) -> dict[str, Any]:
         """Return the values that replace the globals of a kernel's module."""
         return {
-            "gl": self, "tl": self, "tma": self.tma, "async_copy": self.async_copy, "mbarrier": self,
+            "gl": self, "tl": self, "async_copy": self.async_copy, "mbarrier": self,
+            "load_block": self.copy_box, "load_items": self.copy_places, "see_as": Shared.see_as,
             "as_float": lambda bits: bits.contiguous().view(torch.float32),
             "fence_async_shared": lambda: None, "follow_previous_launch": self.follow_previous_launch,
             "wait_for_previous_launch": self.follow_previous_launch,

@@ -8,12 +8,14 @@ Needs TRITON_INTERPRET unset.
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from moelink.kernels.launch.row_launch import Block, PreparedRows
 from moelink.rows import grouped_gluon as many
 from moelink.rows import grouped_gluon_few as few
 from moelink.rows import grouped_gluon_mxfp4 as mxfp4
@@ -75,8 +77,26 @@ def launch_of(kind, weight, tile_rows=None):
     return mxfp4.grouped_gluon_mxfp4_kernel, constants, rows, by, options, form.parts, registers
 
 
+def is_prepared(binary):
+    """Whether ``row_launch`` knows what this release of Triton says of the kernel, and the parameters that it makes."""
+    entry = binary.asm["ptx"].partition(".entry")[2].partition(")")[0]
+    found = re.findall(r"\.param[^,]*? \.[bus](\d+)[^,\[]*(?:\[(\d+)\])?", entry)
+    sizes = [int(bytes_ or int(bits) // 8) for bits, bytes_ in found]
+    played = SimpleNamespace(
+        parameters=lambda _: [(0, size) for size in sizes], launch=None, has_dependent_launches=lambda: True
+    )
+    loaded = SimpleNamespace(
+        metadata=binary.metadata, src=binary.src, packed_metadata=binary.packed_metadata, asm=binary.asm, function=7
+    )
+    codes = torch.empty(256, 512, dtype=torch.uint8, device="meta")
+    kinds = [kind for kind in binary.src.signature.values() if kind != "constexpr"]
+    given = [Block(codes, (16, 128)) if kind.startswith("tensordesc") else 0 for kind in kinds]
+    return PreparedRows.of(loaded, given, played) is not None
+
+
 def compiled(kind, weight, out, *rows):
-    """The compiled kernel for weights of shape ``weight``, its consumers, and the registers that it asks for."""
+    """The compiled kernel for weights of shape ``weight``, whether it is prepared, its consumers, and the registers
+    that it asks for."""
     kernel, constants, codes, by, options, consumers, registers = launch_of(kind, weight, *rows)
     arguments = {
         "codes": codes, "scales": "*fp32", "row_offsets": "*i32", "weight_scales": "*fp32", **by, "out": f"*{out}",
@@ -87,15 +107,16 @@ def compiled(kind, weight, out, *rows):
     options = {"num_warps": 4, "enable_fp_fusion": False, **options}
     binary = triton.compile(made, target=GPUTarget("cuda", 90, 32), options=options)
     stages = {name: code for name, code in binary.asm.items() if isinstance(code, str | bytes)}
-    return Lowered("sm_90", stages, binary.metadata.shared), consumers, registers
+    ready = is_prepared(binary)
+    return Lowered("sm_90", stages, binary.metadata.shared), ready, consumers, registers
 
 
-def describe(name, form, consumers, registers):
+def describe(name, form, ready, consumers, registers):
     """Counts of what the kernel rests on."""
     text = form.assembly
     back = re.findall(GIVEN_BACK, text, re.S)
     return {
-        "form": name, "consumers": consumers,
+        "form": name, "consumers": consumers, "prepared": ready,
         "wgmma": len(re.findall(r"wgmma\.mma_async\S*m64n\d+k32\S*\.e4m3\.e4m3", text)),
         "waits": len(re.findall(r"wgmma\.wait_group", text)),
         "from_registers": len(re.findall(r"wgmma\.mma_async\S* \{[^}]*\}, \{", text)),

@@ -83,6 +83,9 @@ _BLOCK, _PART_ROWS = gl.constexpr(BLOCK), gl.constexpr(PART_ROWS)
 _STAGE_BYTES = gl.constexpr((ROWS + PARTS * BLOCK) * BLOCK)
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = gl.constexpr(PRODUCER_REGISTERS), gl.constexpr(CONSUMER_REGISTERS)
 
+load_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""Copies a block into shared memory by the TMA unit. Its name before Triton 3.8 is gone in 3.9."""
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class GluonConstants(Constants):
@@ -143,7 +146,7 @@ def load_weight(weight, row, k, right, stage, bar, S: gl.constexpr):
     """Load block ``k`` of the weight of a tile, from its ``row`` on, into ``stage``."""
     for part in gl.static_range(S.PARTS):
         to = right.index(stage * S.PARTS + part)
-        tma.async_copy_global_to_shared(weight, [row + part * S.BLOCK_COLUMNS, k * _BLOCK], bar, to)
+        load_block(weight, [row + part * S.BLOCK_COLUMNS, k * _BLOCK], bar, to)
 
 
 @gluon.jit
@@ -177,7 +180,7 @@ def _produce(codes, weight, row_offsets, rows, total, ring, S: gl.constexpr):
                 load_weight(weight, weight_row, k, right, stage, bar, S)
             for part in gl.static_range(2):
                 to = left.index(stage * 2 + part)
-                tma.async_copy_global_to_shared(codes, [row + part * _PART_ROWS, k * _BLOCK], bar, to)
+                load_block(codes, [row + part * _PART_ROWS, k * _BLOCK], bar, to)
             block += 1
         if S.K // _BLOCK % 2 == 1:
             mbarrier.wait(empty.index(block % S.STAGES), (block // S.STAGES + 1) & 1)

@@ -50,7 +50,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -66,6 +65,7 @@ from moelink.rows.grouped_gluon import (
     after,
     field_of,
     find_tile,
+    load_block,
     load_weight,
     store_part,
     tiles_of_groups,
@@ -80,6 +80,9 @@ PRODUCER_REGISTERS, REGISTERS = 56, {16: 96, 32: 96, 64: 128}
 CTAs of the next launch find room."""
 
 _BLOCK, _PRODUCER_REGISTERS = gl.constexpr(BLOCK), gl.constexpr(PRODUCER_REGISTERS)
+
+load_items = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+"""Copies an item of a thread into shared memory, renamed as ``load_block``."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -161,9 +164,9 @@ def _produce(codes, scales, row_offsets, weight, weight_scales, rows, ring, S: g
             for box in gl.static_range(S.BLOCK_ROWS // S.ROW_BOX):
                 to = left.index(stage).slice(box * S.ROW_BOX, S.ROW_BOX)
                 at = [row + box * S.ROW_BOX, k * _BLOCK]
-                tma.async_copy_global_to_shared(codes, at, bar, to, pred=box < boxes)
-            async_copy.async_copy_global_to_shared(row_scales.index(stage), scale_at + k * rows)
-            async_copy.async_copy_global_to_shared(by_scales.index(stage), by_at + k)
+                load_block(codes, at, bar, to, pred=box < boxes)
+            load_items(row_scales.index(stage), scale_at + k * rows)
+            load_items(by_scales.index(stage), by_at + k)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = after(stage, phase, S)
     mbarrier.wait(empty.index(stage), phase)

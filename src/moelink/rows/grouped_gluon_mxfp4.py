@@ -33,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -43,8 +42,25 @@ from moelink.kernels.launch.row_launch import Block
 from moelink.kernels.sync.dependent_launch import follow_previous_launch, wait_for_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.grouped_fp8 import BLOCK
-from moelink.rows.grouped_gluon import IN_SHARED, add, after, field_of, find_tile, store_part, tiles_of_groups
-from moelink.rows.grouped_gluon_few import COLUMNS, PRODUCER_REGISTERS, RING_BYTES, ROW_BOX, FewConstants, expect
+from moelink.rows.grouped_gluon import (
+    IN_SHARED,
+    add,
+    after,
+    field_of,
+    find_tile,
+    load_block,
+    store_part,
+    tiles_of_groups,
+)
+from moelink.rows.grouped_gluon_few import (
+    COLUMNS,
+    PRODUCER_REGISTERS,
+    RING_BYTES,
+    ROW_BOX,
+    FewConstants,
+    expect,
+    load_items,
+)
 from moelink.rows.grouped_mxfp4 import halves
 
 LINE = 128
@@ -71,6 +87,10 @@ AS_COLUMNS = gl.SharedLinearLayout(
 _BLOCK, _LINE, _PRODUCER_REGISTERS = gl.constexpr(BLOCK), gl.constexpr(LINE), gl.constexpr(PRODUCER_REGISTERS)
 _AS_COLUMNS = gl.constexpr(AS_COLUMNS)
 
+_Shared = gl.shared_memory_descriptor
+see_as = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
+"""Gives shared memory another dtype, shape and layout. Its name before Triton 3.9 is gone there."""
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Mxfp4Constants(FewConstants):
@@ -89,10 +109,10 @@ def _load_weight(weight, words, group, column_tile, k, right, scale_words, stage
     """Load block ``k`` of the weight of a tile, and its scales, into ``stage``."""
     TILE: gl.constexpr = S.BLOCK_COLUMNS * S.PARTS
     word_row = group * (S.K // _BLOCK + S.HAS_BIAS) + k
-    tma.async_copy_global_to_shared(words, [word_row, column_tile * TILE], bar, scale_words.index(stage))
+    load_block(words, [word_row, column_tile * TILE], bar, scale_words.index(stage))
     for half in gl.static_range(2):
         line = (group * (S.K // 64) + 2 * k + half) * (S.N // 4) + column_tile * (TILE // 4)
-        tma.async_copy_global_to_shared(weight, [line, 0], bar, right.index(2 * stage + half))
+        load_block(weight, [line, 0], bar, right.index(2 * stage + half))
 
 
 @gluon.jit
@@ -137,8 +157,8 @@ def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.conste
             for box in gl.static_range(S.BLOCK_ROWS // S.ROW_BOX):
                 to = left.index(stage).slice(box * S.ROW_BOX, S.ROW_BOX)
                 at = [row + box * S.ROW_BOX, k * _BLOCK]
-                tma.async_copy_global_to_shared(codes, at, bar, to, pred=box < boxes)
-            async_copy.async_copy_global_to_shared(row_scales.index(stage), scale_at + k * rows)
+                load_block(codes, at, bar, to, pred=box < boxes)
+            load_items(row_scales.index(stage), scale_at + k * rows)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = after(stage, phase, S)
     mbarrier.wait(empty.index(stage), phase)
@@ -184,8 +204,8 @@ def _consume(out, weight_scales, ring, PART: gl.constexpr, S: gl.constexpr):
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     fields: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    right = right._reinterpret(gl.uint8, [S.STAGES * 2 * S.PARTS, S.BLOCK_COLUMNS, 32], _AS_COLUMNS)
-    words = words._reinterpret(gl.int32, [S.STAGES * S.PARTS, S.BLOCK_COLUMNS], plain)
+    right = see_as(right, gl.uint8, [S.STAGES * 2 * S.PARTS, S.BLOCK_COLUMNS, 32], _AS_COLUMNS)
+    words = see_as(words, gl.int32, [S.STAGES * S.PARTS, S.BLOCK_COLUMNS], plain)
     stage, phase = 0, 0
     mbarrier.wait(ready.index(stage), phase)
     place = places.index(stage).load(fields)
