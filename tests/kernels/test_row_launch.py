@@ -249,13 +249,28 @@ def test_other_parameters_are_left_to_triton(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("change", [
-    {"num_ctas": 2}, {"launch_pdl": True}, {"global_scratch_size": 8}, {"tensordesc_meta": None},
-    {"tensordesc_meta": [{**MAP, "im2col": True}]}, {"tensordesc_meta": [{**MAP, "fp4_padded": True}]},
+    {"num_ctas": 2}, {"launch_pdl": True}, {"global_scratch_size": 8},
 ], ids=str)  # fmt: skip
 def test_kernels_of_another_kind_are_left_to_triton(kernel: Kernel, change: dict[str, Any]) -> None:
     vars(kernel.metadata).update(change)
     launch(RowLauncher(), kernel, *tensors())
     assert len(kernel.by_triton) == 1
+
+
+@pytest.mark.parametrize("found", [
+    None, [{**MAP, "mode": "tiled"}], [{**MAP, "fp4_padded": True}], [{**MAP, "is_im2col": True}],
+], ids=str)  # fmt: skip
+def test_other_descriptors_are_left_to_triton(kernel: Kernel, found: Any) -> None:
+    kernel.metadata.tensordesc_meta = found
+    with pytest.warns(UserWarning, match="tensor descriptors: expected the fields"):
+        launch(RowLauncher(), kernel, *tensors())
+    assert len(kernel.by_triton) == 1
+
+
+def test_descriptors_of_later_releases_are_known(kernel: Kernel) -> None:
+    kernel.metadata.tensordesc_meta = [{**MAP, "is_im2col": False}]  # from Triton 3.8 on
+    launch(RowLauncher(), kernel, *tensors())
+    assert len(kernel.library.launches) == 1
 
 
 def test_a_number_that_is_specialised_is_refused(kernel: Kernel) -> None:

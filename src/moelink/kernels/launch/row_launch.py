@@ -44,7 +44,8 @@ _PLAIN = (Tensor, Parameter)
 _LARGEST = (1 << 31) - 1
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_MAP_FIELDS = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded"}
+_MAP_FIELDS = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded", "is_im2col"}
+"""What Triton's compiler says of a descriptor; the last one from 3.8 on."""
 _L2_128B = 2
 """CU_TENSOR_MAP_L2_PROMOTION_L2_128B, which Triton takes."""
 
@@ -131,7 +132,7 @@ class PreparedRows:
         can launch it.
 
         Warns:
-            UserWarning: the driver names other parameters than this release of Triton is known to make.
+            UserWarning: this release of Triton makes other parameters or descriptors than those known here.
         """
         kinds = [kind for kind in loaded.src.signature.values() if kind != "constexpr"]
         if not launches_directly(loaded.metadata) or len(kinds) != len(arguments):
@@ -195,13 +196,22 @@ class PreparedRows:
 
 
 def _map_of(block: Block, metadata: dict[str, Any] | None, driver_: Driver) -> TensorMap | None:
-    """Return the map of a block, or None for one that this release of Triton describes in another way."""
+    """Return the map of a block, or None for one that this release of Triton describes in another way.
+
+    Warns:
+        UserWarning: it does.
+    """
     from triton.backends.nvidia import driver as nvidia  # no other backend has tensor maps
 
-    types = getattr(nvidia, "TMA_DTYPE_DEVICE_TO_HOST", None)
-    if types is None or metadata is None or metadata.keys() != _MAP_FIELDS or metadata["fp4_padded"]:
+    types, fields = getattr(nvidia, "TMA_DTYPE_DEVICE_TO_HOST", None), {"is_im2col": False, **(metadata or {})}
+    if types is None or fields.keys() != _MAP_FIELDS or fields["fp4_padded"] or fields["is_im2col"]:
+        warnings.warn(
+            f"tensor descriptors: expected the fields {sorted(_MAP_FIELDS)} of a plain one, got {metadata} with Triton "
+            f"{triton.__version__}; its own launcher launches this kernel, which takes more host time",
+            stacklevel=2,
+        )
         return None
-    return TensorMap(block, metadata, types[metadata["elem_type"]], driver_)
+    return TensorMap(block, fields, types[fields["elem_type"]], driver_)
 
 
 class RowLauncher:
