@@ -154,9 +154,9 @@ def death_in_mask(rank: int, processes: int, port: int, moment: str) -> tuple[st
     """Of 4 ranks that mask rank 3, rank 0 dies: before it proposes, when it would meet, or when it sets up."""
     ep, store = opened(rank, 4, port, transport="collective")
     check_round_trip(ep, rank)
+    gathered(store, "about to mask", range(4), rank)
     if rank == 3:
         die()
-    gathered(store, "about to mask", (0, 1, 2), rank)
     if rank == 0:
         if moment == "meeting":
             recovery.meet = lambda *_, **__: die()
