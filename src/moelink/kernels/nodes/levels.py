@@ -97,7 +97,7 @@ def is_masked(control, rank, S: tl.constexpr):
     """Return whether ``rank``, a number or a block of them, is masked (``memory.absence``). False with one level, which
     need not know, and over NVSHMEM, which cannot go on without a rank."""
     if S.TWO_LEVEL and S.NETWORK == "ring":
-        asked = (rank >= 0) & (rank < S.WORLD_SIZE) & (tl.load(control + _SOME_MASKED) != 0)
+        asked = (rank >= 0) & (rank < S.WORLD_SIZE) & (tl.load(control + _SOME_MASKED) + rank * 0 != 0)
         return tl.load((own_block(control, S) + S.OFFSET_COMBINE_STATUS).to(I64) + rank, mask=asked, other=0) < 0
     else:
         return rank * 0 != 0
