@@ -84,7 +84,8 @@ class Communicator(Lifetime):
                 has done so.
             host_counts: return exact-size tensors instead of worst-case ones, and the rows of each expert as a list
                 (``recv.host_counts``), for one host synchronisation. Layout "masked": the list alone.
-            out: an earlier output, of a call with or without router weights as this one, whose tensors are overwritten.
+            out: an earlier output, of a call with or without router weights as this one. Its tensors are overwritten,
+                and it is the output of this call from then on.
 
         When x or topk_weights requires grad, so do ``recv.tokens`` (of a format with scales: its dequantised rows, see
         :func:`moelink.ops.dequantize`, straight through the rounding) and ``recv.weights``. More in docs/pytorch.md.
@@ -146,7 +147,7 @@ class Communicator(Lifetime):
             epilogue: a bias [hidden_size] or residual [num_tokens, hidden_size] added in fp32 before rounding, or a
                 Hook that stores for itself.
             shared: [num_tokens, hidden_size] added in fp32 before rounding (a shared expert's output).
-            out: where the result goes.
+            out: where the result goes; with a Hook of kernels one of its tensors.
             weigh: False leaves the router weights that went into dispatch to the caller, who has multiplied y by
                 ``recv.weights``: rows are then summed unweighted, as they are where no weights went into dispatch. With
                 ``pre_reduce=True`` all ranks pass the same. Layout "rank" has nothing to weigh.
@@ -243,7 +244,8 @@ class Communicator(Lifetime):
 
         Args:
             topk_weights: of the dtype of ``config.weight_dtype``.
-            out: an earlier output whose tensors are overwritten.
+            out: an earlier output. Its tensors are overwritten, and it is that of the latest call from the first one
+                on.
 
         Returns:
             A function without arguments that makes the dispatch and returns its output. Its method ``combine`` binds a

@@ -458,6 +458,16 @@ def replace_fields(output: DispatchOutput, **values: Any) -> DispatchOutput:
     return made(DispatchOutput, {**output.__dict__, **values})
 
 
+def take_over(output: DispatchOutput, by: DispatchOutput) -> None:
+    """Make ``output``, whose tensors a later dispatch has overwritten, that dispatch's output, which is ``by``.
+
+    Else a combine of ``output`` would send the rows of the later dispatch home by the routing of the earlier one.
+    """
+    fields = dict(by.__dict__)
+    output.__dict__.clear()  # with what fields that were never looked at would be made from
+    output.__dict__.update(fields)
+
+
 def leave_in_place(output: DispatchOutput, count: CallCount) -> DispatchOutput:
     """Return ``output`` with tokens and scales that may be read until the next call that ``count`` counts."""
     others = dict(output.__dict__)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import moelink
+from moelink import epilogues
 from moelink.testing import assert_bitwise_equal, rank_data
 from tests.support.cases import FIELDS
 
@@ -98,3 +99,52 @@ def test_what_a_call_reads_cannot_be_what_it_overwrites():
             ep.combine(y, recv, epilogue=residuals[1:], out=residuals[:3])
         want = ep.combine(y, recv, epilogue=residuals[:3])
         assert_bitwise_equal(ep.combine(y, recv, epilogue=residuals[:3], out=residuals[:3]), want)
+
+
+IDENTITY, REVERSED = torch.arange(4).view(4, 1), torch.arange(3, -1, -1).view(4, 1)
+FORMS = {
+    "call": lambda ep, x, ids, out: ep.dispatch(x, ids, out=out),
+    "async": lambda ep, x, ids, out: ep.dispatch_async(x, ids, out=out).wait(),
+    "bound": lambda ep, x, ids, out: ep.bind(x, ids, out=out)(),
+    "over itself": lambda ep, x, ids, out: ep.dispatch(x, None, routing=out, out=out),
+}
+
+
+@pytest.mark.quick("each form of a call renews the output at a place of its own")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
+def test_a_reused_output_is_that_of_the_later_dispatch(transport, form):
+    """Combined by its former routing, rows of the later dispatch went home to other tokens."""
+    fields = {"num_experts": 4, "topk": 1, "hidden_size": 8, "max_tokens_per_rank": 4, "device": "cpu"}
+    with moelink.init(**fields, transport=transport) as ep:
+        x = torch.arange(4.0).repeat_interleave(8).view(4, 8).bfloat16()
+        recv = ep.dispatch(x, IDENTITY)
+        tokens = recv.tokens
+        assert ep.combine(recv.tokens, recv)[:, 0].tolist() == [0, 1, 2, 3]
+        made = FORMS[form](ep, x + 1, REVERSED, recv)
+        assert recv.tokens is tokens
+        assert recv.src_info is made.src_info
+        for output in (recv, made, recv):
+            assert ep.combine(output.tokens, output)[:, 0].tolist() == [1, 2, 3, 4]
+
+
+def test_a_dropped_dispatch_renews_the_output_that_it_overwrites():
+    with moelink.init(**{**SIZES, "topk": 1, "num_experts": 4}, transport="symmetric") as ep:
+        x = torch.arange(4.0).repeat_interleave(256).view(4, 256).bfloat16()
+        recv = ep.dispatch(x, IDENTITY)
+        ep.dispatch_async(x, REVERSED, out=recv)
+        ep.check()
+        assert ep.combine(recv.tokens, recv)[:, 0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("transport", ["collective", "symmetric"])
+def test_a_hook_of_kernels_stores_into_its_own_tensors_alone(transport):
+    with moelink.init(**{**SIZES, "topk": 1, "num_experts": 4}, transport=transport) as ep:
+        x = torch.ones(4, 256, dtype=torch.bfloat16)
+        recv = ep.dispatch(x, IDENTITY)
+        room = torch.zeros(5, 256)
+        hook = epilogues.cast(room[1:])
+        with pytest.raises(moelink.ArgumentError, match=r"^out: expected None or a tensor of the epilogue's hook"):
+            ep.combine(recv.tokens, recv, epilogue=hook, out=torch.empty(4, 256))
+        assert ep.combine(recv.tokens, recv, epilogue=hook, out=room[1:]).eq(1).all()
+        assert room.sum(1).tolist() == [0, 256, 256, 256, 256]

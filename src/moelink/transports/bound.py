@@ -18,7 +18,7 @@ from torch import Tensor
 from moelink.errors import ArgumentError, StateError, UnsupportedError
 from moelink.hooks import Hook
 from moelink.memory.layout import ALIGNMENT
-from moelink.output import DispatchOutput
+from moelink.output import DispatchOutput, take_over
 from moelink.transports.base import CombineRequest, DispatchRequest
 from moelink.transports.session import Session
 from moelink.transports.validation import check_combine, check_dispatch, check_num_sms
@@ -77,6 +77,8 @@ class BoundDispatch:
         """
         recv: DispatchOutput = self._session.within("dispatch", self._again, self._request)
         self._recv = recv
+        if self._request.out is not None:
+            take_over(self._request.out, recv)
         for combine in self._combines:
             combine._request.recv = recv
         return recv

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from moelink.errors import ClosedError, MembershipError, PeerError, StateError
+from moelink.output import DispatchOutput, take_over
 from moelink.transports.base import Pending, Phase
 from moelink.transports.guard import Guard
 
@@ -58,6 +59,26 @@ class SymmetricPending(Generic[T]):
             finish, self._finish = self._finish, None
             self._result = finish()  # type: ignore[misc]
         return self._result  # type: ignore[return-value]
+
+
+class IntoEarlier:
+    """A dispatch under way into earlier ``outputs``, which are its own from its end on."""
+
+    def __init__(self, operation: Pending[list[DispatchOutput]], outputs: Sequence[DispatchOutput | None]) -> None:
+        self._operation, self._outputs = operation, outputs
+
+    @property
+    def over(self) -> bool:
+        """Whether the call has ended."""
+        return self._operation.over
+
+    def wait(self) -> list[DispatchOutput]:
+        """Return the outputs."""
+        made = self._operation.wait()
+        for output, by in zip(self._outputs, made, strict=True):
+            if output is not None:
+                take_over(output, by)
+        return made
 
 
 class PendingOperation(Generic[T]):

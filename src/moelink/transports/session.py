@@ -18,7 +18,7 @@ from moelink.errors import (
 )
 from moelink.transports.base import CallRequest, DispatchRequest, FastPath, Finished, Pending, Phase
 from moelink.transports.endings import Endings
-from moelink.transports.pending import PendingOperation, Started
+from moelink.transports.pending import IntoEarlier, PendingOperation, Started
 from moelink.transports.validation import (
     check_ids,
     check_num_sms,
@@ -55,6 +55,8 @@ class Session(Endings):
             self.transport.partly_sent = self.complete = True
             begin: Callable[..., Pending[list[Any]]] = getattr(self.transport, phase)
             operation = begin(requests, fused=fused)
+            if phase == "dispatch" and any(request.out is not None for request in requests):
+                operation = IntoEarlier(operation, [request.out for request in requests])  # type: ignore[misc]
             return self._waited(operation) if fused else self._started(phase, operation, requests)
         except BaseException:
             # An exception that comes between the end of a block under no_grad and its exit leaves gradients disabled.

@@ -24,24 +24,24 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INTS = (torch.int32, torch.int64)
 
 
-def check_recv(recv: object, *, identity: str, config: EPConfig) -> DispatchOutput:
-    """Return ``recv`` as a DispatchOutput that this very rank's communicator returned."""
+def check_recv(recv: object, *, identity: str, config: EPConfig, name: str = "recv") -> DispatchOutput:
+    """Return ``recv``, an argument ``name``, as a DispatchOutput that this very rank's communicator returned."""
     if not isinstance(recv, DispatchOutput):
-        raise ArgumentError("recv", "a DispatchOutput", type(recv).__name__)
+        raise ArgumentError(name, "a DispatchOutput", type(recv).__name__)
     if recv.handle.owner != identity:
         raise ForeignHandleError(
-            f"recv: expected an output of this communicator, got one of communicator {recv.handle.owner}; pass what "
+            f"{name}: expected an output of this communicator, got one of communicator {recv.handle.owner}; pass what "
             "its own dispatch returned"
         )
     if recv.handle.rank != config.rank:
         raise ForeignHandleError(
-            f"recv: expected an output of rank {config.rank}, got one of rank {recv.handle.rank}; pass what dispatch "
+            f"{name}: expected an output of rank {config.rank}, got one of rank {recv.handle.rank}; pass what dispatch "
             "returned on this rank"
         )
     handle = recv.handle
     if handle.ids_version is not None and version_of(handle.topk_ids) not in (None, handle.ids_version):
         raise ArgumentError(
-            "recv", "an output whose topk_ids are as they were dispatched", "one whose topk_ids were overwritten since"
+            name, "an output whose topk_ids are as they were dispatched", "one whose topk_ids were overwritten since"
         )
     return recv
 
@@ -90,7 +90,7 @@ def check_dispatch(
     if not isinstance(request.host_counts, bool):
         raise ArgumentError("host_counts", "True or False", f"a {type(request.host_counts).__name__}")
     if routing is not None:
-        check_recv(routing, identity=identity, config=config)
+        check_recv(routing, identity=identity, config=config, name="routing")
     if request.scales is None:
         check_tensor("x", request.x, shape=(None, config.hidden_size), dtypes=fmt.input_dtypes, device=device)
     else:
@@ -249,9 +249,7 @@ def check_combine(config: EPConfig, request: CombineRequest, *, identity: str, d
             raise ArgumentError("epilogue", "None with mode='allreduce' (it would be added once per rank)", "a tensor")
         check_tensor("epilogue", request.epilogue, shape=shape, dtypes=_FLOATS, device=device)
     if isinstance(request.epilogue, Hook):
-        _check_hook_output(request, request.epilogue, num_tokens)
-        if request.epilogue.check is not None:
-            request.epilogue.check(num_tokens, config.hidden_size, device)
+        _check_hook(config, request, request.epilogue, num_tokens, device)
     if request.shared is not None:
         if config.fused_shared_expert:
             raise ArgumentError("shared", "None with fused_shared_expert (its rows are in y)", "a tensor")
@@ -289,14 +287,21 @@ def _refuse_overlap(name: str, out: Tensor, reads: Iterable[object]) -> None:
             raise ArgumentError(name, "memory of its own", "memory that the call reads, too")
 
 
-def _check_hook_output(request: CombineRequest, hook: Hook, num_tokens: int) -> None:
-    """Check that combine's result for ``hook`` has a row per token. A device does not stop a store past its end."""
+def _check_hook(config: EPConfig, request: CombineRequest, hook: Hook, num_tokens: int, device: torch.device) -> None:
+    """Check that combine's result for ``hook`` has a row per token, as a device does not stop a store past its end, and
+    that the hook can store there."""
     if request.out is None and not hook.tensors:
         raise ArgumentError("out", "a tensor, because the epilogue's hook has no tensors to return", None)
     name, out = ("epilogue.tensors[0]", hook.tensors[0]) if request.out is None else ("out", request.out)
     if not isinstance(out, Tensor) or out.dim() == 0 or len(out) < num_tokens:
         got = f"shape {list(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
         raise ArgumentError(name, f"a tensor with a row for each of {num_tokens} tokens", got)
+    if hook.check is not None:
+        hook.check(num_tokens, config.hidden_size, device)
+    # A kernel stores into the tensors of its hook alone; a function in torch may have others.
+    held = [range(each.data_ptr(), each.data_ptr() + max(each.nbytes, 1)) for each in hook.tensors]
+    if hook.triton_fn is not None and not any(out.data_ptr() in each for each in held):
+        raise ArgumentError("out", "None or a tensor of the epilogue's hook, which stores into these", "another tensor")
 
 
 def _check_unreduced(config: EPConfig, request: CombineRequest) -> None:
