@@ -482,7 +482,13 @@ class EPConfig:
 
         ``max_tokens``: of calls that are given this bound. It makes ``outputs`` smaller, and the notes of own tokens;
         what is made once for all calls stays as it is.
+
+        Raises:
+            ConfigError: it is none, or more than ``max_tokens_per_rank``.
         """
+        most = self.max_tokens_per_rank
+        if max_tokens is not None and (isinstance(max_tokens, bool) or max_tokens not in range(most + 1)):
+            raise ConfigError("max_tokens", f"an integer in [0, {most}] or None", max_tokens)
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         travels = self.mode == "alltoall"
         copies = min(self.world_size, self.topk)

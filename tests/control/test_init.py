@@ -109,6 +109,12 @@ def test_init_works_after_the_default_group_was_destroyed() -> None:
         assert [told.kind for told in tried] == [""] * 3
 
 
+def test_a_group_that_torch_does_not_know_is_named() -> None:
+    """A mesh of devices, for example."""
+    with pytest.raises(moelink.ConfigError, match=r"^group: expected a process group of .*, got 'mesh'$"):
+        moelink.init(**FIELDS, group="mesh")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])
 def test_a_communicator_leaves_no_key_in_the_store(transport: str) -> None:
     for counts in run_ranks(init_ranks.counted_keys, 3, transport):

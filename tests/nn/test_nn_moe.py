@@ -290,6 +290,10 @@ def test_what_cannot_be_is_named() -> None:
         ("shared_expert", {"fused_shared_expert": True}, {"shared_expert": shared}),
         ("shared_expert", {"mode": "allreduce"}, {"shared_expert": shared}),
         ("load_steps", {}, {"load_steps": -1}),
+        ("router", {}, {"router": "softmax"}),
+        ("aux_loss", {}, {"aux_loss": 0.1}),
+        ("placement", {}, {"placement": (0, 1, 2, 3)}),
+        ("activation", {}, {"activation": "silu"}),
         ("topk", {"topk": 0}, {}),
     ]
     for name, changes, options in wrong:
@@ -343,3 +347,20 @@ def test_repr_says_what_is_where() -> None:
     text = repr(model_of(Case(shared="fused")))
     assert f"16, 24, experts 0 to 5 of {EXPERTS}, shared expert in group 0" in text
     assert "topk=3, RouterConfig(scoring='softmax'" in text
+
+
+@pytest.mark.parametrize("count", [torch.tensor([1, 1]), torch.tensor(2.5), torch.tensor(True), 2], ids=str)
+def test_a_count_of_tokens_is_one_integer(count: Any) -> None:
+    """Lengths of sequences were compared with rows, and tokens left out."""
+    with moelink.init(**Case().fields) as ep:
+        layer = Case().make(ep)
+        with pytest.raises(moelink.ArgumentError, match="^num_tokens: expected one integer, a tensor of shape"):
+            layer(torch.ones(2, 16, dtype=ep.config.combine_dtype), num_tokens=count)
+
+
+def test_too_many_tokens_are_named_as_rows_of_x() -> None:
+    """Also where the layer itself gives the bound that it knows of one rank."""
+    with moelink.init(**Case().fields) as ep:
+        layer, most = Case().make(ep), ep.config.max_tokens_per_rank
+        with pytest.raises(moelink.ArgumentError, match=f"^x: expected at most max_tokens_per_rank = {most} rows"):
+            layer(torch.ones(most + 1, 16, dtype=ep.config.combine_dtype))

@@ -136,3 +136,30 @@ def test_a_bias_on_another_device_is_refused() -> None:
     router.correction_bias = far
     with pytest.raises(moelink.ArgumentError, match=expected):
         router(torch.randn(3, 16))
+
+
+@pytest.mark.parametrize(("config", "bias", "message"), [
+    (RouterConfig(), torch.zeros(6), "expected None, as config.correction_bias says, got Tensor"),
+    (RouterConfig(correction_bias=True), None, "expected a tensor, as config.correction_bias says, got NoneType"),
+    (RouterConfig(correction_bias=True), torch.zeros(5), r"expected shape \[6\], got \[5\]"),
+    (RouterConfig(correction_bias=True), torch.zeros(3, 6), r"expected shape \[6\], got \[3, 6\]"),
+])  # fmt: skip
+def test_a_bias_fits_the_configuration(config: RouterConfig, bias: Tensor | None, message: str) -> None:
+    with pytest.raises(moelink.ArgumentError, match=f"^correction_bias: {message}$"):
+        route(torch.randn(3, 6), config, topk=1, correction_bias=bias)
+
+
+@pytest.mark.parametrize("topk", [0, -1, 1.0, True])
+def test_a_token_takes_one_expert_at_least(topk: Any) -> None:
+    for make in (lambda: route(torch.randn(3, 6), RouterConfig(), topk=topk), lambda: Router(8, 6, topk=topk)):
+        with pytest.raises(moelink.ConfigError, match="^topk: expected an integer >= 1, got"):
+            make()
+
+
+@pytest.mark.parametrize("field", [
+    {"renormalize": "no"}, {"correction_bias": 1}, {"batch_invariant": None}, {"num_groups": 2.0},
+    {"num_groups": 4, "topk_groups": 2.5}, {"num_groups": True},
+], ids=str)  # fmt: skip
+def test_a_field_of_another_type_is_named(field: dict[str, Any]) -> None:
+    with pytest.raises(moelink.ConfigError, match=f"^{list(field)[-1]}: expected"):
+        RouterConfig(**field)

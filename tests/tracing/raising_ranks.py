@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import moelink
 from tests.support.fault_ranks import FIELDS, check_round_trip
+from tests.support.patience import Mark, hurry, join
 
 
 def raising(rank: int, world_size: int, victim: int) -> list[str]:
@@ -22,3 +23,20 @@ def raising(rank: int, world_size: int, victim: int) -> list[str]:
     check_round_trip(ep, rank, seed=7)
     ep.close()
     return ended
+
+
+def staying(rank: int, world_size: int, folder: str) -> str:
+    """Rank 0 stays in its trace block until its peer has given up. Returns what the peer was told."""
+    ep, given_up = join(**FIELDS, device="cpu", transport="symmetric"), Mark(folder, "given up")
+    told = ""
+    if rank == 1:
+        hurry(ep, recover=True)
+    try:
+        with ep.trace():
+            if rank == 0:
+                given_up.wait()
+                raise ZeroDivisionError
+    except (ZeroDivisionError, moelink.PeerTimeoutError) as error:
+        told = str(error)
+    given_up.set()
+    return told

@@ -139,6 +139,9 @@ def test_a_decode_step_takes_the_memory_of_a_decode_communicator(fmt, mode, fiel
             report = ep.configs[0].memory_report(max_tokens=8)
             assert report.outputs < ep.configs[0].memory_report().outputs or most == 8
             assert report.block == ep.configs[0].memory_report().block
+            for wrong in (-1, most + 1, "8", True):
+                with pytest.raises(moelink.ConfigError, match="^max_tokens: expected an integer in"):
+                    ep.configs[0].memory_report(max_tokens=wrong)
             counted = report.outputs - 8 * ep.configs[0].combine_row_bytes * (1 if fields else 4)
             returned = taken[most] - y.nbytes
             assert 0.9 * returned <= counted <= 1.1 * returned

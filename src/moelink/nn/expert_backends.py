@@ -90,6 +90,12 @@ class Lack:
         return f"{self.expected}, got {self.got}"
 
 
+def require_known(wanted: str) -> None:
+    """Raise ConfigError if there is no backend of this name."""
+    if wanted not in get_args(ExpertsBackend):
+        raise ConfigError("experts_backend", f"one of {', '.join(get_args(ExpertsBackend))}", wanted)
+
+
 def choose_backend(
     wanted: str,
     config: EPConfig,
@@ -109,8 +115,7 @@ def choose_backend(
         ConfigError: there is no such backend.
         UnsupportedError: ``wanted`` names a backend that cannot run here; "auto" takes another one.
     """
-    if wanted not in get_args(ExpertsBackend):
-        raise ConfigError("experts_backend", f"one of {', '.join(get_args(ExpertsBackend))}", wanted)
+    require_known(wanted)
     if wanted == "dequantize":
         return Choice("dequantize")
     layer = _what_layer_lacks(config, intermediate_size, activation, dtype)

@@ -40,6 +40,7 @@ from moelink.transports.ahead import Prepared
 from moelink.transports.base import Rehearsal
 
 _log = logging.getLogger("moelink")
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 class MoE(BalancedLayer):
@@ -131,7 +132,9 @@ class MoE(BalancedLayer):
         self._owned = not isinstance(communicator, Communicator)
         self.ep = init(**communicator) if isinstance(communicator, Mapping) else communicator
         try:
-            config = self._checked(intermediate_size, shared_expert, placement)
+            config = self._checked(
+                intermediate_size, shared_expert, activation, router=router, placement=placement, aux_loss=aux_loss
+            )
             if isinstance(host_copies, bool) or host_copies not in range(config.world_size):
                 expected = f"an integer in [0, {config.world_size}), as only other ranks keep copies"
                 raise ConfigError("host_copies", expected, host_copies)
@@ -268,9 +271,16 @@ class MoE(BalancedLayer):
         return self.ep.config.ranks_per_node is not None or self.ep._session.transport.name != "symmetric"
 
     def _checked(
-        self, intermediate_size: int, shared_expert: torch.nn.Module | None, placement: Placement | None
+        self, intermediate_size: int, shared_expert: torch.nn.Module | None, activation: object, **given: Any
     ) -> EPConfig:
         config = self.ep.config
+        kinds = {"router": RouterConfig, "placement": Placement, "aux_loss": AuxLossConfig}
+        for name, value in given.items():
+            if value is not None and not isinstance(value, kinds[name]):
+                raise ConfigError(name, f"a {kinds[name].__name__} or None", value)
+        if not callable(activation):
+            raise ConfigError("activation", "a function of a tensor, such as torch.nn.functional.silu", activation)
+        placement = given["placement"]
         if placement is not None and placement.num_physical != config.num_experts:
             raise ConfigError("placement", f"{config.num_experts} physical experts", placement.num_physical)
         if placement is not None and placement.num_experts < config.topk:
@@ -447,6 +457,11 @@ def present_tokens(x: Tensor, num_tokens: Tensor | None, padding_mask: Tensor | 
             raise ArgumentError("padding_mask", expected, f"{padding_mask.dtype} of shape {list(padding_mask.shape)}")
         present = ~padding_mask.reshape(-1)
     if num_tokens is not None:
+        if not isinstance(num_tokens, Tensor) or num_tokens.numel() != 1 or num_tokens.dtype not in _INTEGERS:
+            got: object = num_tokens
+            if isinstance(num_tokens, Tensor):
+                got = f"{num_tokens.dtype} of shape {list(num_tokens.shape)}"
+            raise ArgumentError("num_tokens", "one integer, a tensor of shape [] on the device of x", got)
         first = torch.arange(x.shape[:-1].numel(), device=x.device) < num_tokens
         present = first if present is None else first & present
     return present

@@ -74,13 +74,20 @@ class RouterConfig:
         for name, choices in (("scoring", get_args(Scoring)), ("group_score", get_args(GroupScore))):
             if getattr(self, name) not in choices:
                 raise ConfigError(name, f"one of {', '.join(map(repr, choices))}", getattr(self, name))
-        if self.num_groups < 1:
-            raise ConfigError("num_groups", "an integer >= 1", self.num_groups)
+        for name in ("renormalize", "correction_bias", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, "True or False", getattr(self, name))
+        for name in ("num_groups", "topk_groups"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(name, "an integer >= 1", value)
         if not 1 <= self.topk_groups <= self.num_groups:
             raise ConfigError("topk_groups", f"between 1 and num_groups = {self.num_groups}", self.topk_groups)
 
     def validate_sizes(self, *, num_experts: int, topk: int) -> None:
         """Raise ConfigError when a layer of these sizes cannot be routed like this."""
+        if isinstance(topk, bool) or not isinstance(topk, int) or topk < 1:
+            raise ConfigError("topk", "an integer >= 1", topk)
         if num_experts % self.num_groups:
             raise ConfigError("num_groups", f"a divisor of num_experts = {num_experts}", self.num_groups)
         reachable = num_experts // self.num_groups * self.topk_groups
@@ -112,6 +119,11 @@ class Routing:
 def route(logits: Tensor, config: RouterConfig, *, topk: int, correction_bias: Tensor | None = None) -> Routing:
     """Choose ``topk`` experts for every row of ``logits`` [T, E] (fp32 or fp64). Differentiable in ``logits``.
 
+    ``correction_bias``: [E], where ``config`` has one, and nowhere else.
+
+    Raises:
+        ArgumentError, ConfigError: logits, bias and sizes do not fit one another, or ``config``.
+
     >>> logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]]).log()
     >>> route(logits, RouterConfig(), topk=2).topk_weights
     tensor([[0.6000, 0.4000]])
@@ -122,6 +134,11 @@ def route(logits: Tensor, config: RouterConfig, *, topk: int, correction_bias: T
     config.validate_sizes(num_experts=logits.shape[1], topk=topk)
     if logits.dtype not in (torch.float32, torch.float64):
         raise ArgumentError("logits", "fp32 or fp64", logits.dtype)
+    if config.correction_bias != (correction_bias is not None):
+        expected = f"{'a tensor' if config.correction_bias else 'None'}, as config.correction_bias says"
+        raise ArgumentError("correction_bias", expected, type(correction_bias).__name__)
+    if correction_bias is not None and correction_bias.shape != logits.shape[1:]:
+        raise ArgumentError("correction_bias", f"shape {list(logits.shape[1:])}", list(correction_bias.shape))
     _check_bias(correction_bias, logits)
     return _route(logits, config, topk, correction_bias)
 

@@ -16,6 +16,7 @@ from moelink.tracing.records import Rows, read_rows, rows_of
 from moelink.tracing.trace import Trace
 from moelink.transports.session import Session
 
+PHASE = "trace"
 _PIECE = 1 << 19
 """Bytes of an exchange; one of the control group carries 1 MiB."""
 
@@ -44,16 +45,16 @@ def tracing(session: Session, world: World) -> Iterator[Trace]:
     buffers = [buffer.numpy() for buffer in transport.close_trace()]
     rows = [rows_of(buffer) for buffer in buffers]
     # Before the comparison, so that no rank's kernel waits for one that has not come.
-    gather_bytes(world, b"here", config.timeout, phase="trace")
+    gather_bytes(world, b"here", config.timeout, phase=PHASE)
     clocks = transport.compare_clocks()
     if clocks is None:
         raise PeerTimeoutError(
-            rank=config.rank, peer=-1, phase="trace", call=0, expected=0, got=None, detail="to compare clocks"
+            rank=config.rank, peer=-1, phase=PHASE, call=0, expected=0, got=None, detail="to compare clocks"
         )
     by_rank = rows if world.control is None else [_unpack(each) for each in _exchange(world, _pack(rows[0]), session)]
     if world.control is not None:
         offsets = np.array(clocks, dtype=np.int64).tobytes()
-        of_rank_0 = np.frombuffer(gather_bytes(world, offsets, config.timeout)[0], dtype=np.int64)
+        of_rank_0 = np.frombuffer(gather_bytes(world, offsets, config.timeout, phase=PHASE)[0], dtype=np.int64)
         clocks = [(int(ahead), int(error)) for ahead, error in of_rank_0.reshape(-1, 2)]
     records = [
         record
@@ -88,9 +89,10 @@ def _unpack(data: bytes) -> Rows:
 def _exchange(world: World, payload: bytes, session: Session) -> Sequence[bytes]:
     """Gather every rank's ``payload`` of any size, by rank."""
     timeout = session.configs[0].timeout
-    sizes = [int(size) for size in gather_bytes(world, str(len(payload)).encode(), timeout)]
+    sizes = [int(size) for size in gather_bytes(world, str(len(payload)).encode(), timeout, phase=PHASE)]
     parts: list[list[bytes]] = [[] for _ in sizes]
     for begin in range(0, max(sizes), _PIECE):
-        for part, piece in zip(parts, gather_bytes(world, payload[begin : begin + _PIECE], timeout), strict=True):
+        pieces = gather_bytes(world, payload[begin : begin + _PIECE], timeout, phase=PHASE)
+        for part, piece in zip(parts, pieces, strict=True):
             part.append(piece)
     return [b"".join(part) for part in parts]

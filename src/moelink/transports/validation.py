@@ -100,9 +100,7 @@ def check_dispatch(
         check_tensor("x", request.x, shape=(None, width), dtypes=(fmt.payload_dtype,), device=device)
     num_tokens = request.x.shape[0]
     if num_tokens > config.max_tokens_per_rank:
-        raise ArgumentError(
-            "x", f"at most max_tokens_per_rank = {config.max_tokens_per_rank} rows", f"{num_tokens} rows"
-        )
+        raise _too_many(num_tokens, config.max_tokens_per_rank)
     check_max_tokens(config, request)
     if routing is not None and routing.handle.num_tokens != num_tokens:
         raise ArgumentError("x", f"the {routing.handle.num_tokens} rows of the reused routing", f"{num_tokens} rows")
@@ -127,8 +125,14 @@ def check_max_tokens(config: EPConfig, request: DispatchRequest) -> None:
     if request.routing is not None:
         raise ArgumentError("max_tokens", "None with routing=, whose output's number of rows is used again", bound)
     if not request.x.shape[0] <= bound <= most:
+        if request.x.shape[0] > most:  # a layer on one rank gives its own rows as the bound
+            raise _too_many(request.x.shape[0], most)
         expected = f"an integer from the {request.x.shape[0]} rows of x to max_tokens_per_rank = {most}"
         raise ArgumentError("max_tokens", expected, bound)
+
+
+def _too_many(num_tokens: int, most: int) -> ArgumentError:
+    return ArgumentError("x", f"at most max_tokens_per_rank = {most} rows", f"{num_tokens} rows")
 
 
 def check_num_sms(config: EPConfig, num_sms: object, *, transport: str, device: torch.device) -> None:

@@ -75,6 +75,8 @@ def test_a_model_of_no_experts_at_all() -> None:
 
 def test_a_model_without_experts() -> None:
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**COMMON, num_hidden_layers=1, first_k_dense_replace=1))
+    with pytest.raises(moelink.ConfigError, match="experts_backend: expected one of"):
+        parallelize(model, **ONE, experts_backend="trition")
     with pytest.raises(moelink.ArgumentError, match="model: expected layers with experts"):
         parallelize(model, **ONE)
 

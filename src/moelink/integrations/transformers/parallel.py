@@ -25,7 +25,7 @@ from moelink.integrations.transformers.ranks import CheckedGenerate, agreed, gra
 from moelink.integrations.versions import require
 from moelink.lifetime import peers_of
 from moelink.names import Mode, TransportName
-from moelink.nn.expert_backends import ExpertsBackend, Stored
+from moelink.nn.expert_backends import ExpertsBackend, Stored, require_known
 from moelink.nn.owned import mark_experts, owned_tensors
 from moelink.nn.placement import Placement
 
@@ -226,6 +226,7 @@ def parallelize(
         CheckpointError: a file or tensor is missing; raised on every rank when one meets it.
     """
     require("transformers")
+    require_known(experts_backend)
     layers = dict(experts_of(model))
     forms = {name: form_of(module) for name, module in layers.items()}
     shape = _shape_of(model, layers, forms, topk)

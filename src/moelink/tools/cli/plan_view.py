@@ -31,8 +31,7 @@ OPTIONS = {
 
 MULTI_NODE = """\
 Between nodes moelink takes the collective transport (NCCL, gloo) unless told otherwise; its symmetric
-one, over NVSHMEM (ranks_per_node), has run on one machine that played several, and two_level=True interpreted
-on CPUs only."""
+one, over NVSHMEM (ranks_per_node), has run on one machine that played several, with two_level=True as well."""
 
 AUTO = (
     'auto    what two_level="auto" chooses, by rates of its own: '
