@@ -85,7 +85,7 @@ class Communicator(Lifetime):
             host_counts: return exact-size tensors instead of worst-case ones, and the rows of each expert as a list
                 (``recv.host_counts``), for one host synchronisation. Layout "masked": the list alone.
             out: an earlier output, of a call with or without router weights as this one. Its tensors are overwritten,
-                and it is the output of this call from then on.
+                and it is returned as the output of this call.
 
         When x or topk_weights requires grad, so do ``recv.tokens`` (of a format with scales: its dequantised rows, see
         :func:`moelink.ops.dequantize`, straight through the rounding) and ``recv.weights``. More in docs/pytorch.md.
@@ -244,8 +244,7 @@ class Communicator(Lifetime):
 
         Args:
             topk_weights: of the dtype of ``config.weight_dtype``.
-            out: an earlier output. Its tensors are overwritten, and it is that of the latest call from the first one
-                on.
+            out: an earlier output. Its tensors are overwritten, and each call returns it as its own output.
 
         Returns:
             A function without arguments that makes the dispatch and returns its output. Its method ``combine`` binds a

@@ -484,10 +484,10 @@ class EPConfig:
         what is made once for all calls stays as it is.
 
         Raises:
-            ConfigError: it is none, or more than ``max_tokens_per_rank``.
+            ConfigError: it is no integer, negative, or more than ``max_tokens_per_rank``.
         """
         most = self.max_tokens_per_rank
-        if max_tokens is not None and (isinstance(max_tokens, bool) or max_tokens not in range(most + 1)):
+        if max_tokens is not None and (type(max_tokens) is not int or not 0 <= max_tokens <= most):
             raise ConfigError("max_tokens", f"an integer in [0, {most}] or None", max_tokens)
         tokens = self.max_tokens_per_rank if max_tokens is None else max_tokens
         travels = self.mode == "alltoall"

@@ -463,9 +463,7 @@ def take_over(output: DispatchOutput, by: DispatchOutput) -> None:
 
     Else a combine of ``output`` would send the rows of the later dispatch home by the routing of the earlier one.
     """
-    fields = dict(by.__dict__)
-    output.__dict__.clear()  # with what fields that were never looked at would be made from
-    output.__dict__.update(fields)
+    object.__setattr__(output, "__dict__", dict(by.__dict__))
 
 
 def leave_in_place(output: DispatchOutput, count: CallCount) -> DispatchOutput:

@@ -113,6 +113,8 @@ def test_a_group_that_torch_does_not_know_is_named() -> None:
     """A mesh of devices, for example."""
     with pytest.raises(moelink.ConfigError, match=r"^group: expected a process group of .*, got 'mesh'$"):
         moelink.init(**FIELDS, group="mesh")  # type: ignore[arg-type]
+    with pytest.raises(moelink.UnsupportedError, match="^group: expected a group with this process in it"):
+        moelink.init(**FIELDS, group=dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])

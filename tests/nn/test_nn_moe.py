@@ -349,12 +349,12 @@ def test_repr_says_what_is_where() -> None:
     assert "topk=3, RouterConfig(scoring='softmax'" in text
 
 
-@pytest.mark.parametrize("count", [torch.tensor([1, 1]), torch.tensor(2.5), torch.tensor(True), 2], ids=str)
+@pytest.mark.parametrize("count", [torch.tensor([1, 1]), torch.tensor(2.5), torch.tensor(True)], ids=str)
 def test_a_count_of_tokens_is_one_integer(count: Any) -> None:
     """Lengths of sequences were compared with rows, and tokens left out."""
     with moelink.init(**Case().fields) as ep:
         layer = Case().make(ep)
-        with pytest.raises(moelink.ArgumentError, match="^num_tokens: expected one integer, a tensor of shape"):
+        with pytest.raises(moelink.ArgumentError, match="^num_tokens: expected a tensor of one integer, got"):
             layer(torch.ones(2, 16, dtype=ep.config.combine_dtype), num_tokens=count)
 
 

@@ -139,7 +139,7 @@ def test_a_decode_step_takes_the_memory_of_a_decode_communicator(fmt, mode, fiel
             report = ep.configs[0].memory_report(max_tokens=8)
             assert report.outputs < ep.configs[0].memory_report().outputs or most == 8
             assert report.block == ep.configs[0].memory_report().block
-            for wrong in (-1, most + 1, "8", True):
+            for wrong in (-1, most + 1, "8", True, 4.0):
                 with pytest.raises(moelink.ConfigError, match="^max_tokens: expected an integer in"):
                     ep.configs[0].memory_report(max_tokens=wrong)
             counted = report.outputs - 8 * ep.configs[0].combine_row_bytes * (1 if fields else 4)

@@ -116,7 +116,7 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
     Raises:
         PeerTimeoutError: a rank did not arrive within ``timeout`` seconds.
         UnsupportedError: this process is not in ``group``.
-        ConfigError: torchrun's variables are incomplete, or ``group`` is none that torch knows.
+        ConfigError: torchrun's variables are incomplete, or torch does not know ``group``.
     """
     deadline = time.monotonic() + timeout
     if group is None and not dist.is_initialized():
@@ -129,10 +129,13 @@ def connect(group: dist.ProcessGroup | None, device: torch.device, timeout: floa
         return world if world.world_size > 1 else world.alone()
     try:
         ranks = dist.get_process_group_ranks(group)
-    except KeyError:
-        expected = "a process group of torch.distributed, such as get_group() of a DeviceMesh returns"
-        raise ConfigError("group", expected, group) from None
-    rank, world_size = dist.get_rank(group), len(ranks)
+        rank, world_size = dist.get_rank(group), len(ranks)
+    except (KeyError, TypeError, ValueError):
+        outside: object = dist.GroupMember.NON_GROUP_MEMBER
+        if group != outside:
+            expected = "a process group of torch.distributed, such as get_group() of a DeviceMesh returns"
+            raise ConfigError("group", expected, group) from None
+        rank = -1
     if rank < 0:
         raise UnsupportedError(
             "group: expected a group with this process in it, got one without; call init on the members of the group "
@@ -335,7 +338,7 @@ def gather_bytes(world: World, payload: bytes, timeout: float, *, phase: str = "
     """Gather every rank's ``payload`` (at most 1 MiB), by rank. Sizes are exchanged and checked before the bytes.
 
     Raises:
-        PeerTimeoutError: a rank did not take part within ``timeout`` seconds, in ``phase``.
+        PeerTimeoutError: a rank did not take part within ``timeout`` seconds.
         UnsupportedError: a rank's payload is larger than 1 MiB.
         PeerAbortedError: a rank takes no part (:func:`decline`); raised on all others, in ``phase``.
     """
@@ -345,7 +348,7 @@ def gather_bytes(world: World, payload: bytes, timeout: float, *, phase: str = "
 
     def gather(mine: torch.Tensor) -> list[torch.Tensor]:
         everyone = [torch.empty_like(mine) for _ in range(world.world_size)]
-        _await(world.control.allgather([everyone], [mine]), world, deadline, phase)
+        _await(world.control.allgather([everyone], [mine]), world, deadline)
         await_release([*everyone, mine])
         return everyone
 
@@ -382,9 +385,8 @@ def decline(world: World, timeout: float) -> None:
     start_daemon(outlive, "moelink-declined")
 
 
-def _await(work: Any, world: World, deadline: float, phase: str) -> None:
-    """Wait for an exchange of the set-up, or of a later ``phase``: until it is over, a peer says that it failed, or the
-    deadline."""
+def _await(work: Any, world: World, deadline: float) -> None:
+    """Wait for an exchange of the set-up: until it is over, a peer says that it failed, or the deadline."""
     told: float | None = None
     try:
         while not work.is_completed():
@@ -394,19 +396,19 @@ def _await(work: Any, world: World, deadline: float, phase: str) -> None:
             if failure is not None and told is not None and now > told + _GRACE_SECONDS:
                 raise failure
             if now > deadline:
-                raise _late(world, "it did not take part in the set-up" if phase == "init" else "", phase)
+                raise _late(world, "it did not take part in the set-up")
             time.sleep(_PAUSE_SECONDS)
         work.wait()
     except PeerError:
         raise
     except RuntimeError as error:
-        raise _late(world, str(error), phase) from error
+        raise _late(world, str(error)) from error
 
 
-def _late(world: World, detail: str, phase: str) -> PeerTimeoutError:
-    if world.meeting is not None and phase == "init":
+def _late(world: World, detail: str) -> PeerTimeoutError:
+    if world.meeting is not None:
         return world.meeting.fail(detail)
-    return PeerTimeoutError(rank=world.rank, peer=-1, phase=phase, call=0, expected=0, got=None, detail=detail[:200])
+    return PeerTimeoutError(rank=world.rank, peer=-1, phase="init", call=0, expected=0, got=None, detail=detail[:200])
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from moelink.nn.placed_experts import Experts, QuantizedExperts, refuse_gradient
 from moelink.nn.placement import Placement, PlacementMap
 from moelink.nn.router import Router, RouterConfig
 from moelink.nn.warmup import rehearse
+from moelink.rows.activation import Clamp
 from moelink.rows.batch_invariant import refuse_weight
 from moelink.rows.dequantize import dequantized
 from moelink.rows.scale_rows import cast_rows
@@ -40,7 +41,7 @@ from moelink.transports.ahead import Prepared
 from moelink.transports.base import Rehearsal
 
 _log = logging.getLogger("moelink")
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.uint8)
 
 
 class MoE(BalancedLayer):
@@ -278,7 +279,7 @@ class MoE(BalancedLayer):
         for name, value in given.items():
             if value is not None and not isinstance(value, kinds[name]):
                 raise ConfigError(name, f"a {kinds[name].__name__} or None", value)
-        if not callable(activation):
+        if not callable(activation) and not isinstance(activation, Clamp):
             raise ConfigError("activation", "a function of a tensor, such as torch.nn.functional.silu", activation)
         placement = given["placement"]
         if placement is not None and placement.num_physical != config.num_experts:
@@ -457,11 +458,9 @@ def present_tokens(x: Tensor, num_tokens: Tensor | None, padding_mask: Tensor | 
             raise ArgumentError("padding_mask", expected, f"{padding_mask.dtype} of shape {list(padding_mask.shape)}")
         present = ~padding_mask.reshape(-1)
     if num_tokens is not None:
-        if not isinstance(num_tokens, Tensor) or num_tokens.numel() != 1 or num_tokens.dtype not in _INTEGERS:
-            got: object = num_tokens
-            if isinstance(num_tokens, Tensor):
-                got = f"{num_tokens.dtype} of shape {list(num_tokens.shape)}"
-            raise ArgumentError("num_tokens", "one integer, a tensor of shape [] on the device of x", got)
+        if isinstance(num_tokens, Tensor) and (num_tokens.numel() != 1 or num_tokens.dtype not in _INTEGERS):
+            got = f"{num_tokens.dtype} of shape {list(num_tokens.shape)}"
+            raise ArgumentError("num_tokens", "a tensor of one integer", got)
         first = torch.arange(x.shape[:-1].numel(), device=x.device) < num_tokens
         present = first if present is None else first & present
     return present

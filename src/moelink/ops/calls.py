@@ -145,7 +145,7 @@ def _checked_dispatch(context: OperatorContext, request: DispatchRequest) -> Dis
     _refuse_layouts(context)
     _check_types(request, ("x", "topk_ids"), ("topk_weights", "scales", "input_scale"))
     if request.routing is not None:
-        check_recv(request.routing, identity=context.static.owner, config=context.config)
+        check_recv(request.routing, identity=context.static.owner, config=context.config, name="routing")
     _no_out(request.out)
     _no_num_sms(request.num_sms)
     check_max_tokens(context.config, request)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from moelink.config import EPConfig
 from moelink.control.group import World, decline, gather_bytes
 from moelink.errors import PeerTimeoutError
 from moelink.tracing.records import Rows, read_rows, rows_of
@@ -45,7 +46,7 @@ def tracing(session: Session, world: World) -> Iterator[Trace]:
     buffers = [buffer.numpy() for buffer in transport.close_trace()]
     rows = [rows_of(buffer) for buffer in buffers]
     # Before the comparison, so that no rank's kernel waits for one that has not come.
-    gather_bytes(world, b"here", config.timeout, phase=PHASE)
+    _gather(world, b"here", config)
     clocks = transport.compare_clocks()
     if clocks is None:
         raise PeerTimeoutError(
@@ -54,7 +55,7 @@ def tracing(session: Session, world: World) -> Iterator[Trace]:
     by_rank = rows if world.control is None else [_unpack(each) for each in _exchange(world, _pack(rows[0]), session)]
     if world.control is not None:
         offsets = np.array(clocks, dtype=np.int64).tobytes()
-        of_rank_0 = np.frombuffer(gather_bytes(world, offsets, config.timeout, phase=PHASE)[0], dtype=np.int64)
+        of_rank_0 = np.frombuffer(_gather(world, offsets, config)[0], dtype=np.int64)
         clocks = [(int(ahead), int(error)) for ahead, error in of_rank_0.reshape(-1, 2)]
     records = [
         record
@@ -86,13 +87,20 @@ def _unpack(data: bytes) -> Rows:
     return np.load(io.BytesIO(zlib.decompress(data)), allow_pickle=False)  # type: ignore[no-any-return]
 
 
+def _gather(world: World, payload: bytes, config: EPConfig) -> list[bytes]:
+    """Gather every rank's ``payload``, by rank. A rank that does not come is late in this phase."""
+    try:
+        return gather_bytes(world, payload, config.timeout, phase=PHASE)
+    except PeerTimeoutError as error:
+        raise PeerTimeoutError(rank=config.rank, peer=error.peer, phase=PHASE, call=0, expected=0, got=None) from error
+
+
 def _exchange(world: World, payload: bytes, session: Session) -> Sequence[bytes]:
     """Gather every rank's ``payload`` of any size, by rank."""
-    timeout = session.configs[0].timeout
-    sizes = [int(size) for size in gather_bytes(world, str(len(payload)).encode(), timeout, phase=PHASE)]
+    config = session.configs[0]
+    sizes = [int(size) for size in _gather(world, str(len(payload)).encode(), config)]
     parts: list[list[bytes]] = [[] for _ in sizes]
     for begin in range(0, max(sizes), _PIECE):
-        pieces = gather_bytes(world, payload[begin : begin + _PIECE], timeout, phase=PHASE)
-        for part, piece in zip(parts, pieces, strict=True):
+        for part, piece in zip(parts, _gather(world, payload[begin : begin + _PIECE], config), strict=True):
             part.append(piece)
     return [b"".join(part) for part in parts]

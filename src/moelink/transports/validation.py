@@ -302,9 +302,10 @@ def _check_hook(config: EPConfig, request: CombineRequest, hook: Hook, num_token
         raise ArgumentError(name, f"a tensor with a row for each of {num_tokens} tokens", got)
     if hook.check is not None:
         hook.check(num_tokens, config.hidden_size, device)
-    # A kernel stores into the tensors of its hook alone; a function in torch may have others.
-    held = [range(each.data_ptr(), each.data_ptr() + max(each.nbytes, 1)) for each in hook.tensors]
-    if hook.triton_fn is not None and not any(out.data_ptr() in each for each in held):
+    if request.out is None or hook.triton_fn is None or not num_tokens:  # a function in torch may have other tensors
+        return
+    held = [range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in hook.tensors]
+    if not any(out.data_ptr() in each for each in held):
         raise ArgumentError("out", "None or a tensor of the epilogue's hook, which stores into these", "another tensor")
 
 

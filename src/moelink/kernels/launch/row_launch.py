@@ -206,8 +206,9 @@ def _map_of(block: Block, metadata: dict[str, Any] | None, driver_: Driver) -> T
     types, fields = getattr(nvidia, "TMA_DTYPE_DEVICE_TO_HOST", None), {"is_im2col": False, **(metadata or {})}
     if types is None or fields.keys() != _MAP_FIELDS or fields["fp4_padded"] or fields["is_im2col"]:
         warnings.warn(
-            f"tensor descriptors: expected the fields {sorted(_MAP_FIELDS)} of a plain one, got {metadata} with Triton "
-            f"{triton.__version__}; its own launcher launches this kernel, which takes more host time",
+            f"tensor descriptors: expected the fields {sorted(_MAP_FIELDS)} of a plain one and a table of types, got "
+            f"{metadata} and {types} with Triton {triton.__version__}; its own launcher launches this kernel, which "
+            "takes more host time",
             stacklevel=2,
         )
         return None
