@@ -14,7 +14,7 @@ import moelink
 from moelink.control.process import FILES, FILES_OF_A_MESH, naming_refusals
 from moelink.testing import rank_data, run_ranks
 from tests.support.fault_ranks import FIELDS, check_round_trip
-from tests.support.patience import Mark, be_patient, until
+from tests.support.patience import ROOMY, Mark, be_patient, until
 
 ENOUGH = FILES + 2 * 2 * FILES_OF_A_MESH
 """Files that two ranks without a default group ask for."""
@@ -27,10 +27,11 @@ def few_files(rank: int, world_size: int, transport: str, files: int, folder: st
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() - 1 + files, limits[1]))
-    said = []
+    said: list[str] = []
     for _ in range(2):
+        timeout = 3.0 if files < ENOUGH and not said else ROOMY
         try:
-            with moelink.init(**FIELDS, device="cpu", transport=transport, timeout=3.0 if not said else 60.0) as ep:
+            with moelink.init(**FIELDS, device="cpu", transport=transport, timeout=timeout) as ep:
                 check_round_trip(ep, rank)
             said.append("")
         except moelink.MoelinkError as error:

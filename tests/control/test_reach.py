@@ -96,6 +96,7 @@ def test_probe_servers_are_at_the_address_of_ipv6_that_leads_to_rank_0() -> None
     assert run_ranks(over_ipv6, 2) == ["::1"] * 2
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_name_that_does_not_resolve_leads_to_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "no such name")
     server = ProbeServer()

@@ -28,21 +28,26 @@ from typing import Any
 import torch.distributed as dist
 
 import moelink
+from moelink.control import meeting
 from moelink.control import probe as probing
 
 ROOMY = 60.0
 """Seconds of timeouts that must not expire, and of waits for events."""
 HANG = 30.0
 """Seconds after which what needs none counts as hanging."""
-SHORT = 1.5
-"""Seconds of timeouts that must expire: all ranks but the one that does not come enter the call at the same moment."""
+SHORT = 3.0
+"""Seconds of timeouts that must expire: all ranks but the one that does not come enter the call at the same moment, and
+a pause of one of them is shorter."""
 
 _PAUSE = 0.005
 
 
 def be_patient() -> None:
-    """Give probe servers of peers, which share the processors with ranks, time to answer the probes of this process."""
+    """Give probe servers of peers, which share the processors with ranks, time to answer the probes of this process,
+    and a rank whose set-up has failed time to hear the others' last word, and to be heard."""
     probing._PROBE_SECONDS = 20.0
+    meeting._LAST_WORD_SECONDS = 5.0  # no more: with a store whose host is stopped it is spent twice
+    meeting._HOST_SECONDS = 6.0
 
 
 def join(timeout: float = ROOMY, **options: Any) -> moelink.Communicator:

@@ -11,6 +11,7 @@ from moelink import epilogues
 from moelink.control.group import plain_device
 from moelink.output import OutputShape
 from moelink.testing import assert_bitwise_equal, rank_data, run_ranks
+from tests.support.patience import join, meet
 
 SIZES = {"num_experts": 6, "topk": 2, "hidden_size": 32, "max_tokens_per_rank": 4}
 TRANSPORTS = ["collective", "symmetric"]
@@ -94,7 +95,7 @@ def test_what_is_refused_over_an_operators_output_is_told(transport):
 def failing_format(rank, world_size):
     """Rank 1 fails between the headers and the rows: it says so, and makes no calls any more that could be mistaken."""
     found = []
-    with moelink.init(**SIZES, transport="collective", timeout=60) as ep:
+    with join(**SIZES, transport="collective") as ep:
         d = data(rank)
         if rank == 1:
             object.__setattr__(ep.config, "__class__", type("Broken", (type(ep.config),), {"format": property(broken)}))
@@ -104,6 +105,7 @@ def failing_format(rank, world_size):
                 found.append("nothing")
             except (ZeroDivisionError, moelink.MoelinkError) as error:
                 found.append(f"{type(error).__name__}: {error}")
+        meet()
     return found
 
 
