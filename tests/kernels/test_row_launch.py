@@ -257,6 +257,7 @@ def test_kernels_of_another_kind_are_left_to_triton(kernel: Kernel, change: dict
     assert len(kernel.by_triton) == 1
 
 
+@pytest.mark.quick("milliseconds, and each field decides alone")
 @pytest.mark.parametrize("found", [
     None, [{**MAP, "mode": "tiled"}], [{**MAP, "fp4_padded": True}], [{**MAP, "is_im2col": True}],
 ], ids=str)  # fmt: skip
