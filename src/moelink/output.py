@@ -458,12 +458,16 @@ def replace_fields(output: DispatchOutput, **values: Any) -> DispatchOutput:
     return made(DispatchOutput, {**output.__dict__, **values})
 
 
-def take_over(output: DispatchOutput, by: DispatchOutput) -> None:
-    """Make ``output``, whose tensors a later dispatch has overwritten, that dispatch's output, which is ``by``.
+def take_over(output: DispatchOutput | None, by: DispatchOutput) -> DispatchOutput:
+    """Return ``output``, whose tensors a later dispatch has overwritten, as that dispatch's output, which is ``by``.
 
-    Else a combine of ``output`` would send the rows of the later dispatch home by the routing of the earlier one.
+    Else a combine of ``output`` would send the rows of the later dispatch home by the routing of the earlier one. With
+    ``output=None`` the later dispatch has tensors of its own, and this returns ``by``.
     """
+    if output is None:
+        return by
     object.__setattr__(output, "__dict__", dict(by.__dict__))
+    return output
 
 
 def leave_in_place(output: DispatchOutput, count: CallCount) -> DispatchOutput:

@@ -75,10 +75,7 @@ class BoundDispatch:
 
         Raises: as :meth:`moelink.Communicator.dispatch`.
         """
-        recv: DispatchOutput = self._session.within("dispatch", self._again, self._request)
-        if self._request.out is not None:
-            take_over(self._request.out, recv)
-            recv = self._request.out
+        recv = take_over(self._request.out, self._session.within("dispatch", self._again, self._request))
         self._recv = recv
         for combine in self._combines:
             combine._request.recv = recv

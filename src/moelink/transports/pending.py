@@ -75,10 +75,7 @@ class IntoEarlier:
     def wait(self) -> list[DispatchOutput]:
         """Return the outputs: the earlier ones themselves, so that none is left behind by the next reuse."""
         made = self._operation.wait()
-        for output, by in zip(self._outputs, made, strict=True):
-            if output is not None:
-                take_over(output, by)
-        return [by if output is None else output for output, by in zip(self._outputs, made, strict=True)]
+        return [take_over(output, by) for output, by in zip(self._outputs, made, strict=True)]
 
 
 class PendingOperation(Generic[T]):

@@ -45,7 +45,7 @@ _LARGEST = (1 << 31) - 1
 _BYTES = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _MAP_FIELDS = {"swizzle", "elem_size", "elem_type", "block_size", "fp4_padded", "is_im2col"}
-"""What Triton's compiler says of a descriptor; the last one from 3.8 on."""
+"""The fields by which Triton's compiler describes a descriptor; 3.8 added ``is_im2col``."""
 _L2_128B = 2
 """CU_TENSOR_MAP_L2_PROMOTION_L2_128B, which Triton takes."""
 
