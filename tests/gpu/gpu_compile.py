@@ -30,6 +30,7 @@ import pytest
 import torch
 
 import moelink
+from moelink.kernels.launch.grid import bounds_of_kernels
 from moelink.memory import create_all
 from moelink.memory.workspace import Workspace
 from moelink.transports.base import CombineRequest, DispatchRequest
@@ -85,6 +86,7 @@ class Kernel:
         weights: the call that router weights are given to: "dispatch", "combine" or "none".
         input_dtype: of rows; None for what the format is usually fed.
         traced: it stamps, as while a trace is open.
+        max_tokens: the bound of the dispatch, by which its kernel is chosen.
     """
 
     fields: tuple[tuple[str, Any], ...]
@@ -94,6 +96,15 @@ class Kernel:
     input_dtype: torch.dtype | None = None
     id_dtype: torch.dtype = torch.int32
     traced: bool = False
+    max_tokens: int | None = None
+
+    @property
+    def config(self) -> moelink.EPConfig:
+        """The configuration, with room for few rows."""
+        fields = dict(self.fields)
+        masked, stay = fields.get("layout") == "masked", fields.get("zero_copy", False)
+        fields |= {"rows_per_expert": MASKED_ROWS} if masked else {} if stay else {"capacity": 1}
+        return moelink.EPConfig(**fields, world_size=self.world_size)
 
     def compile(self) -> None:
         """As its calls launch it; nothing is launched."""
@@ -118,10 +129,12 @@ def kernels_of_all(setups: Iterable[Mapping[str, Any]], world_size: int) -> list
 
 def warmup_kernels(fields: Mapping[str, Any], world_size: int) -> list[Kernel]:
     """What ``warmup()`` of a communicator compiles."""
+    config = kernels_of(fields, max(1, world_size))[0].config
     return [
         kernel
         for weights in ("dispatch", "none")
-        for kernel in kernels_of(fields, world_size, (*FUSED, *HALVES), weights=weights)
+        for bound in bounds_of_kernels(config, torch.device("cuda"))
+        for kernel in kernels_of(fields, world_size, (*FUSED, *HALVES), weights=weights, max_tokens=bound)
     ]
 
 
@@ -233,11 +246,8 @@ def compile_task(task: Task) -> None:
 
 def calls_of(kernel: Kernel, device: torch.device) -> tuple[Dispatch, Combine]:
     """A dispatch and a combine of one token on a rank that has no peers."""
-    fields = dict(kernel.fields)
-    masked, stay = fields.get("layout") == "masked", fields.get("zero_copy", False)
-    fields |= {"rows_per_expert": MASKED_ROWS} if masked else {} if stay else {"capacity": 1}
-    config = moelink.EPConfig(**fields, world_size=kernel.world_size)
-    nbytes = Workspace(config).nbytes if stay else 1 << 20  # rows that stay are views of the whole block
+    config = kernel.config
+    nbytes = Workspace(config).nbytes if config.zero_copy else 1 << 20  # rows that stay are views of the whole block
     memory = create_all([device] * (1 if config.mode == "allreduce" else kernel.world_size), nbytes)
     # In turn: with the credits that ranks of one device grant after a receiving half.
     rank = Rank(config, memory[0], Workspace(config), in_turn=True)
@@ -250,7 +260,7 @@ def calls_of(kernel: Kernel, device: torch.device) -> tuple[Dispatch, Combine]:
     given = {call: weights if kernel.weights == call else None for call in FUSED}
     x = zeros(1, config.hidden_size, dtype=kernel.input_dtype or usual)
     ids = zeros(1, config.topk, dtype=kernel.id_dtype)
-    dispatch = Dispatch(rank, DispatchRequest(x, ids, given["dispatch"]), "compile")
+    dispatch = Dispatch(rank, DispatchRequest(x, ids, given["dispatch"], max_tokens=kernel.max_tokens), "compile")
     groups = (config.num_groups,) * config.rows_by_group
     y = zeros(*groups, config.row_capacity, config.hidden_size, dtype=config.combine_dtype)
     return dispatch, Combine(rank, CombineRequest(y, dispatch.output, given["combine"]))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moelink.tuning import FEW_TOKENS
 from tests.gpu import gpu_compile
 from tests.gpu.gpu_compile import (
     Kernel,
@@ -21,6 +22,7 @@ from tests.gpu.gpu_compile import (
     kernels_of,
     over_routing,
     take_device,
+    warmup_kernels,
 )
 from tests.support.paths import ROOT
 
@@ -118,6 +120,16 @@ def test_calls_to_compile_are_accepted_in_each_layout(bound):
         dispatch, combine = calls_of(kernel, torch.device("cpu"))
         assert dispatch.output.tokens.shape == combine.request.y.shape
         assert over_routing(dispatch).output.tokens.shape == combine.request.y.shape
+
+
+def test_a_warmup_has_a_kernel_for_each_bound_of_tokens():
+    fields = {"num_experts": 4, "topk": 1, "hidden_size": 128, "max_tokens_per_rank": FEW_TOKENS + 1, "capacity": 9}
+    made = warmup_kernels(fields, 2)
+    for part in ("dispatch", "dispatch_async"):
+        bounds = {kernel.max_tokens for kernel in made if kernel.part == part}
+        assert bounds == {FEW_TOKENS, None}
+    fewer = [kernel for kernel in made if kernel.max_tokens == FEW_TOKENS]
+    assert calls_of(fewer[0], torch.device("cpu"))[0].request.max_tokens == FEW_TOKENS
 
 
 @pytest.mark.parametrize("traced", [False, True])
