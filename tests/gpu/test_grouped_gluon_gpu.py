@@ -125,6 +125,30 @@ def test_a_captured_product_follows_the_offsets(fill: Callable[..., None]) -> No
     assert_replays_follow_the_offsets(graph, given, out)
 
 
+def test_products_of_several_streams_and_graphs_run_at_once(fill: Callable[..., None]) -> None:
+    """Each takes tiles by a counter of its own; one that two shared would leave tiles out. Graphs are captured on one
+    stream."""
+    given = problem((260, 0, 700, 64, 129), 30, 640, 1536, device="cuda")
+    want = product(fill, given)
+    streams, outs = [torch.cuda.Stream() for _ in range(4)], [torch.full_like(want, POISON) for _ in range(4)]
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for graph, out in zip(graphs, outs, strict=False):
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                fill(given, out, num_programs=33)
+    for _ in range(20):
+        for number, (stream, out) in enumerate(zip(streams, outs, strict=True)):
+            with torch.cuda.stream(stream):
+                out.fill_(POISON)
+                if number < 2:
+                    graphs[number].replay()
+                else:
+                    for _ in range(3):
+                        fill(given, out, num_programs=33)
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, want) for out in outs)
+
+
 def test_an_early_product_follows_the_offsets_that_a_product_before_it_had(fill: Callable[..., None]) -> None:
     """Offsets change in front of each pair of products, in a graph; a load that is too early would see the last ones'
     groups."""

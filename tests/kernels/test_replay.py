@@ -97,6 +97,31 @@ def test_a_later_call_launches_the_same_kernels_with_its_own_addresses() -> None
     assert len({tensor.data_ptr() for made in (*kept, (out, count)) for tensor in made}) == 6, "results are new"
 
 
+def test_launches_that_take_tiles_get_the_counter_of_the_call() -> None:
+    """The noted call's counter, 640, is no number that stays."""
+    played, replays = Played(), Replays()
+    counters = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
+    left = iter(counters)
+    played.tile_counters = SimpleNamespace(of=lambda device: next(left))  # type: ignore[attr-defined]
+
+    def function(x: Tensor) -> Any:
+        out = mapped(len(x))
+        for kernel in played.kernels:
+            words = x.data_ptr(), 640, 7, 640
+            kernel.launch(words, 3, STREAM)
+            if played.notes is not None:
+                played.notes.append(Note(kernel, words, 3, counted=True))
+        return (out,), ()
+
+    for _ in range(3):
+        x = mapped(6)
+        replays.run(played, (x,), function)  # type: ignore[arg-type]
+    for kernel in played.kernels:
+        assert [launch[0][1:] for launch in kernel.launches] == [
+            (640, 7, counter) for counter in (640, *[each.data_ptr() for each in counters])
+        ]
+
+
 @pytest.mark.quick("each is another part of the key")
 @pytest.mark.parametrize("what", ["rows", "dtype", "rest", "device", "hooks", "alignment", "strides", "memory"])
 def test_calls_of_other_kinds_are_made_by_the_function(what: str, monkeypatch: pytest.MonkeyPatch) -> None:

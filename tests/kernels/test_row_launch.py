@@ -132,6 +132,18 @@ def numbers(values: list[bytes]) -> list[int]:
     return [int.from_bytes(value, "little") for value in values]
 
 
+def test_a_kernel_that_takes_tiles_has_the_counter_behind_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(to="*bf16", number="i32", counter="*i32")
+    play(kernel, monkeypatch)
+    launcher, counter = RowLauncher(), torch.zeros(4, dtype=torch.int32)
+    launcher.tile_counters = SimpleNamespace(of=lambda device: counter)  # type: ignore[assignment]
+    to = torch.zeros(8, dtype=torch.bfloat16)
+    with launcher.noting() as notes:
+        launcher.launch(kernel, (to, 12), "S", 3, device=CARD, fused=True, options={}, counted=True)
+    assert numbers(kernel.library.launches[0][4])[:3] == [to.data_ptr(), 12, counter.data_ptr()]
+    assert [(note.words, note.counted) for note in notes] == [([to.data_ptr(), 12, counter.data_ptr()], True)]
+
+
 def test_the_worked_example_of_the_module(kernel: Kernel) -> None:
     """A descriptor is five parameters, then come the others as the signature has them, and no scratch memory."""
     rows, to, _, other = given = tensors()

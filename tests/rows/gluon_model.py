@@ -1,4 +1,4 @@
-"""Runs a warp-specialised Gluon kernel on the CPU, from its own source, under seeded schedules.
+"""Runs the CTAs of a warp-specialised Gluon kernel on the CPU, from its own source, under seeded schedules.
 
 Triton's interpreter does not know Gluon. But a kernel's functions are Python: here they run with :class:`Language` in
 place of the modules that they import, each partition of warps as a greenlet, with torch tensors for blocks. Mbarriers
@@ -9,13 +9,14 @@ change.
 
 So a stage that is loaded too early, read too early or given back too early shows as a wrong number, as
 :class:`Overwritten`, or as :class:`Deadlock`. Global memory that is used before the launch before has ended fails an
-assertion. Warps within a partition are one.
+assertion. Warps within a partition are one. CTAs run in turn, and share global memory alone.
 """
 
 from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -189,12 +190,20 @@ class Language:
         assert ((here >= 0) & (here < pointer.data.numel())).all(), "a load outside of its tensor"
         return torch.where(mask, pointer.data.flatten()[here], torch.as_tensor(other, dtype=pointer.data.dtype))
 
-    def store(self, pointer: Pointer, values: torch.Tensor, mask: torch.Tensor, *, eviction_policy: str) -> None:
+    def store(self, pointer: Pointer, values: Any, mask: Any = True, *, eviction_policy: str = "") -> None:
         del eviction_policy  # of the speed alone
         assert self.followed, TOO_EARLY
-        mask = mask.broadcast_to(values.shape)
-        at = pointer.at.broadcast_to(values.shape)[mask]
-        pointer.data.view(-1)[at] = values[mask].to(pointer.data.dtype)
+        values, at = torch.as_tensor(values), torch.as_tensor(pointer.at)
+        mask = torch.as_tensor(mask).broadcast_to(values.shape)
+        pointer.data.view(-1)[at.broadcast_to(values.shape)[mask]] = values[mask].to(pointer.data.dtype)
+
+    def atomic_add(self, pointer: Pointer, value: int, *, sem: str) -> int:
+        assert sem == "relaxed"
+        self.switch()
+        assert self.followed, TOO_EARLY
+        found = int(pointer.data[pointer.at])
+        pointer.data[pointer.at] += value
+        return found
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if layout == "barriers":
@@ -316,6 +325,8 @@ class Language:
             part.until, part.pace = None, 1 if number == self.seed % (len(parts) + 1) else 30  # type: ignore[attr-defined]
             running.append(part)
         while running or self.copies:
+            if self.random.random() < 0.1:
+                self.switch()  # to another CTA
             able = [part for part in running if part.until is None or part.until()]
             if not able and not self.copies:
                 raise Deadlock(f"{len(running)} of {len(parts)} partitions wait for ever")
@@ -326,6 +337,14 @@ class Language:
             [part] = self.random.choices(able, [part.pace for part in able])
             part.switch()
             running = [part for part in running if not part.dead]
+
+
+def run_in_turn(ctas: Sequence[Any], seed: int) -> None:
+    """Run functions, each a CTA, in random turns."""
+    draw, running = random.Random(seed), [greenlet(cta) for cta in ctas]
+    while running:
+        draw.choice(running).switch()
+        running = [cta for cta in running if not cta.dead]
 
 
 def rebuilt(module: Any, name: str, language: Language) -> Any:

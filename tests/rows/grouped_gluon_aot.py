@@ -42,10 +42,9 @@ FORMS = {
 }  # fmt: skip
 """Shape of the weights, dtype of the output, and rows of a tile."""
 
-GIVEN_BACK = (
-    r"wgmma\.wait_group\S*\s+0;(?:(?!wgmma).)*?bar\.sync[^;]*;(?:(?!bar\.sync|try_wait).)*?mbarrier\.arrive\.shared"
-)
-"""A consumer waits for its products, or for an empty block, all of its warps meet, and then a stage is given back."""
+MET = r"bar\.sync[^;]*;(?:(?!bar\.sync|try_wait|wgmma).)*?mbarrier\.arrive\.shared"
+"""All warps of a consumer, which has waited for its products or for a block that it does not read, meet, and then a
+stage is given back."""
 
 
 def block(dtype, shape, layout=many.IN_SHARED):
@@ -100,7 +99,7 @@ def compiled(kind, weight, out, *rows):
     kernel, constants, codes, by, options, consumers, registers = launch_of(kind, weight, *rows)
     arguments = {
         "codes": codes, "scales": "*fp32", "row_offsets": "*i32", "weight_scales": "*fp32", **by, "out": f"*{out}",
-        "rows": "i32",
+        "rows": "i32", **({} if kind == "mxfp4" else {"counter": "*i32"}),
     }  # fmt: skip
     made = source(kernel, arguments, {"S": constants})
     made = GluonASTSource(made.fn, made.signature, made.constants, made.attrs)
@@ -114,7 +113,8 @@ def compiled(kind, weight, out, *rows):
 def describe(name, form, ready, consumers, registers):
     """Counts of what the kernel rests on."""
     text = form.assembly
-    back = re.findall(GIVEN_BACK, text, re.S)
+    met = len(re.findall(MET, text, re.S))
+    of_producer = len(re.findall(MET.replace("sync", r"warp\.sync"), text, re.S))
     return {
         "form": name, "consumers": consumers, "prepared": ready,
         "wgmma": len(re.findall(r"wgmma\.mma_async\S*m64n\d+k32\S*\.e4m3\.e4m3", text)),
@@ -124,7 +124,8 @@ def describe(name, form, ready, consumers, registers):
         "tma": len(re.findall(r"cp\.async\.bulk\.tensor\S*global", text)),
         "registers": list(map(int, re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", text))),
         "wanted_registers": registers,
-        "given_back": len(back), "local": form.stack, "shared": form.shared,
+        "given_back": met, "alone": len(re.findall(r"mbarrier\.arrive\.shared", text)) - met - of_producer,
+        "local": form.stack, "shared": form.shared,
         "stays_in_cache": "createpolicy.fractional.L2::evict_last" in text,
         "narrow_stores": len(re.findall(r"st\.global\.(?!\S*v4\.b32)", text)),
     }  # fmt: skip

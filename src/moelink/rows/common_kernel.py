@@ -195,7 +195,7 @@ def bits(out: torch.Tensor) -> torch.Tensor:
 
 def launch(
     kernel: Any, arguments: Sequence[Any], S: Any, steps: int, *, absent: torch.Tensor, per_sm: int = 8,
-    num_programs: int | None = None, fused: bool = False, **options: Any,
+    num_programs: int | None = None, fused: bool = False, counted: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     """Launch ``kernel``, compiled for ``S``, with ``arguments``, in place of those that are None the tensor ``absent``.
 
@@ -207,13 +207,14 @@ def launch(
         per_sm: the most programs of each SM; two in all if the kernel is interpreted.
         num_programs: in place of the number that follows from these.
         fused: products and sums become FMAs, with every Triton. Else each is rounded, so that bits are those of torch.
+        counted: as of :meth:`moelink.kernels.launch.row_launch.RowLauncher.launch`.
     """
     device = absent.device
     if num_programs is None:
         num_programs = max(1, min(per_sm * sms_of(device) if device.type == "cuda" else 2, steps))
     S = _on(S, device)
     given = [absent if argument is None else argument for argument in arguments]
-    row_launcher().launch(kernel, given, S, num_programs, device=device, fused=fused, options=options)
+    row_launcher().launch(kernel, given, S, num_programs, device=device, fused=fused, options=options, counted=counted)
 
 
 @lru_cache(maxsize=1024)

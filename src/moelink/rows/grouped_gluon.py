@@ -8,7 +8,10 @@ of a block before it scales it, and its tensor cores rest meanwhile. This one, i
 * Two *consumers* of four warps multiply. Each has 64 rows of a tile of 128 rows x 2 parts of 128 columns. While one
   scales the products of a block and adds them to its sums in fp32, the other one's products keep the tensor cores busy.
 
-There is one CTA an SM. CTA p of P computes tiles p, p + P, ... in the order of ``tile_in_group``.
+There is one CTA an SM. CTA p of P computes tile p, in the order of ``tile_in_group``, and then takes the next tile that
+nobody has (:mod:`moelink.kernels.launch.tile_counters`). So CTAs at work are at neighbouring tiles, which share weights
+and rows, and these come from memory once and then from the second-level cache. A consumer none of whose rows exist does
+not multiply: it gives the stages back.
 
 Protocol of the ring. Block number b, counted over all tiles of a CTA, is in stage ``b % STAGES``; it is use
 ``u = b // STAGES`` of the stage. Consumers take two blocks in a turn of their loop. So if a tile has an odd number of
@@ -31,8 +34,9 @@ barrier   a phase ends with                              waited for by
 ========  =============================================  ===============================================================
 
 With the first block of a tile the producer writes the tile's place beside the stage, before it arrives: (first row,
-end of the group, group, tile of columns). So the producer alone searches the groups. Consumers read it after waiting.
-Rows of a tile from the end of its group on are loaded (as zeros behind the buffer) and multiplied, but never stored.
+end of the group, group, tile of columns). So the producer alone searches the groups. Consumers read it after waiting. A
+place whose end is 0 follows the last tile; with it consumers end. Rows of a tile from the end of its group on are
+loaded (as zeros behind the buffer) and multiplied beside others that exist, but never stored.
 
 An EARLY launch begins while the one before it runs: its producer finds its first tile and loads weights of that, as
 many blocks as there are stages, and only then waits (``kernels.sync.dependent_launch``). So ``row_offsets`` and weights
@@ -41,8 +45,8 @@ since: of experts gate and up, then the activation, then down. Down begins once 
 which is once all of gate and up have passed their wait, for the launch that made ``row_offsets``. PTX promises what a
 launch sees only behind its wait; that an allowed launch sees what was visible when it was allowed is observed
 (``test_an_early_product_follows_the_offsets_that_a_product_before_it_had``). All else that a CTA reads or writes
-follows the bytes of its rows, which its producer asks for behind the wait. A CTA without a tile waits before it ends,
-because the next launch takes this one's end for the end of those before it.
+follows the bytes of its rows, which its producer asks for behind the wait, as it takes tiles. A CTA without a tile
+waits before it ends, because the next launch takes this one's end for the end of those before it.
 
 Example: STAGES = 4, K = 256, so 2 blocks a tile, and a CTA with 3 tiles. Blocks 0 to 3, of tiles 0 and 1, are loaded
 at once. Block 4, the first of tile 2, is use 1 of stage 0: the producer waits until phase 0 of ``empty[0]`` has ended,
@@ -118,10 +122,10 @@ def add(a, b):
 
 
 @gluon.jit
-def tiles_of_groups(row_offsets, rows, WARPS: gl.constexpr, S: gl.constexpr):
-    """The number of tiles of each group [GROUPS_POW2]."""
+def tiles_of_groups(row_offsets, rows, S: gl.constexpr):
+    """The number of tiles of each group [GROUPS_POW2], in one warp."""
     COLUMN_TILES: gl.constexpr = (S.N + S.BLOCK_COLUMNS * S.PARTS - 1) // (S.BLOCK_COLUMNS * S.PARTS)
-    group = gl.arange(0, S.GROUPS_POW2, gl.BlockedLayout([1], [32], [WARPS], [0]))
+    group = gl.arange(0, S.GROUPS_POW2, gl.BlockedLayout([1], [32], [1], [0]))
     start = gl.load(row_offsets + group, mask=group < S.NUM_GROUPS, other=0)
     end = gl.load(row_offsets + group + 1, mask=group < S.NUM_GROUPS, other=0)
     size = gl.minimum(end, rows) - gl.minimum(start, rows)
@@ -142,6 +146,15 @@ def find_tile(tile, last_tiles, row_offsets, rows, S: gl.constexpr):
 
 
 @gluon.jit
+def next_tile(counter, total):
+    """Take the next tile of ``total``, or one behind them, after which nothing is taken."""
+    number = gl.atomic_add(counter, 1, sem="relaxed")
+    if number == total - 1:
+        gl.store(counter, 0)
+    return gl.num_programs(0) + number
+
+
+@gluon.jit
 def load_weight(weight, row, k, right, stage, bar, S: gl.constexpr):
     """Load block ``k`` of the weight of a tile, from its ``row`` on, into ``stage``."""
     for part in gl.static_range(S.PARTS):
@@ -150,14 +163,15 @@ def load_weight(weight, row, k, right, stage, bar, S: gl.constexpr):
 
 
 @gluon.jit
-def _produce(codes, weight, row_offsets, rows, total, ring, S: gl.constexpr):
+def _produce(codes, weight, row_offsets, rows, counter, ring, S: gl.constexpr):
     """Load all blocks of this CTA's tiles, in order, each into its stage as soon as that is empty."""
     left, right, places, ready, empty = ring
     FIRST: gl.constexpr = min(S.STAGES, S.K // _BLOCK) if S.EARLY else 0
-    last_tiles = gl.associative_scan(tiles_of_groups(row_offsets, rows, 1, S), 0, add)
+    last_tiles = gl.associative_scan(tiles_of_groups(row_offsets, rows, S), 0, add)
     field = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
-    block = 0
-    for tile in range(gl.program_id(0), total, gl.num_programs(0)):
+    total = gl.max(last_tiles, 0)
+    block, tile = 0, gl.program_id(0)
+    while tile < total:
         group, row, end, column_tile = find_tile(tile, last_tiles, row_offsets, rows, S)
         place = gl.where(field == 0, row, gl.where(field == 1, end, gl.where(field == 2, group, column_tile)))
         weight_row = group * S.N + column_tile * (S.BLOCK_COLUMNS * S.PARTS)
@@ -186,6 +200,10 @@ def _produce(codes, weight, row_offsets, rows, total, ring, S: gl.constexpr):
             mbarrier.wait(empty.index(block % S.STAGES), (block // S.STAGES + 1) & 1)
             mbarrier.arrive(ready.index(block % S.STAGES), count=1)
             block += 1
+        tile = next_tile(counter, total)
+    mbarrier.wait(empty.index(block % S.STAGES), (block // S.STAGES + 1) & 1)
+    places.index(block % S.STAGES).store(field * 0)
+    mbarrier.arrive(ready.index(block % S.STAGES), count=1)
 
 
 @gluon.jit
@@ -256,7 +274,7 @@ def after(stage, phase, S: gl.constexpr, BLOCKS: gl.constexpr = 1):
 
 
 @gluon.jit
-def _consume(scales, weight_scales, out, rows, total, ring, HALF: gl.constexpr, S: gl.constexpr):
+def _consume(scales, weight_scales, out, rows, ring, HALF: gl.constexpr, S: gl.constexpr):
     """Multiply the rows of half HALF of this CTA's tiles, and store them."""
     _, _, places, ready, empty = ring
     KB: gl.constexpr = S.K // _BLOCK
@@ -264,39 +282,47 @@ def _consume(scales, weight_scales, out, rows, total, ring, HALF: gl.constexpr, 
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, S.BLOCK_COLUMNS, 32])
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     fields: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    products = gl.zeros([_PART_ROWS, S.BLOCK_COLUMNS], gl.float32, layout)
     stage, phase = 0, 0
-    for _ in range(gl.program_id(0), total, gl.num_programs(0)):
-        mbarrier.wait(ready.index(stage), phase)
-        place = places.index(stage).load(fields)
+    mbarrier.wait(ready.index(stage), phase)
+    place = places.index(stage).load(fields)
+    while field_of(place, 1, fields) > 0:
         row, end = field_of(place, 0, fields) + HALF * _PART_ROWS, field_of(place, 1, fields)
         # A multiple that the compiler knows, so that 16 bytes are stored at a time.
         group, column = field_of(place, 2, fields), field_of(place, 3, fields) * (S.BLOCK_COLUMNS * S.PARTS)
-        scale_at = scales + gl.minimum(row + gl.arange(0, _PART_ROWS, gl.SliceLayout(1, layout)), end - 1)
-        first_at = weight_scales + (group * NB + column // _BLOCK) * KB
-        # The last column tile may have no second part: then this is the scale of the last column.
-        second_at = weight_scales + (group * NB + gl.minimum(column + S.BLOCK_COLUMNS, S.N - 1) // _BLOCK) * KB
-        at = (rows, scale_at, first_at, second_at)
-        factors = _scales_of(gl.to_tensor(0), at, S)
-        zeros = gl.zeros([_PART_ROWS, S.BLOCK_COLUMNS], gl.float32, layout)
-        numbers = (products, zeros, zeros)
-        for pair in range(KB // 2):
-            for inside in gl.static_range(2):
-                k = pair * 2 + inside
-                numbers, factors = _multiply(k, stage + inside, phase, at, numbers, factors, ring, HALF, S)
-            stage, phase = after(stage, phase, S, 2)
-        if KB % 2 == 1:
-            numbers, factors = _multiply(gl.to_tensor(KB - 1), stage, phase, at, numbers, factors, ring, HALF, S)
-            mbarrier.wait(ready.index(stage + 1), phase)
-            mbarrier.arrive(empty.index(stage + 1), count=1)
-            stage, phase = after(stage, phase, S, 2)
-        products, first, second = numbers
-        store_part(out, first.to(out.dtype.element_ty), row, end, column, stored, "", S)
-        store_part(out, second.to(out.dtype.element_ty), row, end, column + S.BLOCK_COLUMNS, stored, "", S)
+        if row < end:
+            scale_at = scales + gl.minimum(row + gl.arange(0, _PART_ROWS, gl.SliceLayout(1, layout)), end - 1)
+            first_at = weight_scales + (group * NB + column // _BLOCK) * KB
+            # The last column tile may have no second part: then this is the scale of the last column.
+            second_at = weight_scales + (group * NB + gl.minimum(column + S.BLOCK_COLUMNS, S.N - 1) // _BLOCK) * KB
+            at = (rows, scale_at, first_at, second_at)
+            factors = _scales_of(gl.to_tensor(0), at, S)
+            zeros = gl.zeros([_PART_ROWS, S.BLOCK_COLUMNS], gl.float32, layout)
+            numbers = (zeros, zeros, zeros)
+            for pair in range(KB // 2):
+                for inside in gl.static_range(2):
+                    k = pair * 2 + inside
+                    numbers, factors = _multiply(k, stage + inside, phase, at, numbers, factors, ring, HALF, S)
+                stage, phase = after(stage, phase, S, 2)
+            if KB % 2 == 1:
+                numbers, factors = _multiply(gl.to_tensor(KB - 1), stage, phase, at, numbers, factors, ring, HALF, S)
+                mbarrier.wait(ready.index(stage + 1), phase)
+                mbarrier.arrive(empty.index(stage + 1), count=1)
+                stage, phase = after(stage, phase, S, 2)
+            products, first, second = numbers
+            store_part(out, first.to(out.dtype.element_ty), row, end, column, stored, "", S)
+            store_part(out, second.to(out.dtype.element_ty), row, end, column + S.BLOCK_COLUMNS, stored, "", S)
+        else:
+            for _pair in range((KB + 1) // 2):
+                for inside in gl.static_range(2):
+                    mbarrier.wait(ready.index(stage + inside), phase)
+                    mbarrier.arrive(empty.index(stage + inside), count=1)
+                stage, phase = after(stage, phase, S, 2)
+        mbarrier.wait(ready.index(stage), phase)
+        place = places.index(stage).load(fields)
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def grouped_gluon_kernel(codes, scales, row_offsets, weight, weight_scales, out, rows, S: gl.constexpr):
+def grouped_gluon_kernel(codes, scales, row_offsets, weight, weight_scales, out, rows, counter, S: gl.constexpr):
     """See the module."""
     if not S.EARLY:
         follow_previous_launch(S)
@@ -309,12 +335,11 @@ def grouped_gluon_kernel(codes, scales, row_offsets, weight, weight_scales, out,
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
-    total = gl.sum(tiles_of_groups(row_offsets, rows, 4, S), 0)
     ring = (left, right, places, ready, empty)
     gl.warp_specialize([
-        (_consume, (scales, weight_scales, out, rows, total, ring, 0, S)),
-        (_consume, (scales, weight_scales, out, rows, total, ring, 1, S)),
-        (_produce, (codes, weight, row_offsets, rows, total, ring, S)),
+        (_consume, (scales, weight_scales, out, rows, ring, 0, S)),
+        (_consume, (scales, weight_scales, out, rows, ring, 1, S)),
+        (_produce, (codes, weight, row_offsets, rows, counter, ring, S)),
     ], [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
     if S.EARLY:
         wait_for_previous_launch(S)
@@ -349,5 +374,5 @@ def launch(
         (Block(codes, (PART_ROWS, BLOCK), IN_SHARED), scales, row_offsets, Block(flat, (BLOCK, BLOCK), IN_SHARED),
          weight_scales, out, len(codes)),
         constants_of(weight.shape, early=early), row_tiles * triton.cdiv(weight.shape[1], BLOCK * PARTS),
-        absent=row_offsets, per_sm=1, num_programs=num_programs, num_warps=4,
+        absent=row_offsets, per_sm=1, num_programs=num_programs, counted=True, num_warps=4,
     )  # fmt: skip

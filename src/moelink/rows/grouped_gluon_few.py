@@ -4,8 +4,9 @@ The product, its tensors and its sums are those of :mod:`moelink.rows.grouped_fp
 weights takes most of the time. So here one warp of a CTA, the *producer*, only loads, as many blocks ahead as shared
 memory holds, and goes on with the next tile while the one before is multiplied or stored. Tiles are *swapped*: 128
 columns x BLOCK_ROWS rows, and each of two *consumers* of four warps multiplies 64 of these columns, which are rows of
-the weight, by all rows of the tile. There is one CTA an SM. CTA p of P computes tiles p, p + P, ... in the order of
-``tile_in_group``.
+the weight, by all rows of the tile. There is one CTA an SM. CTA p of P computes tile p, in the order of
+``tile_in_group``, and then takes the next tile that nobody has (:mod:`moelink.kernels.launch.tile_counters`): memory
+serves some SMs faster than others.
 
 Protocol of the ring. Block number b, counted over all tiles of a CTA, is in stage ``b % STAGES``; it is use
 ``u = b // STAGES`` of the stage. A stage holds 128 x 128 numbers of the weight and their scale, as many of each row of
@@ -32,9 +33,11 @@ Of a tile's rows the producer loads those of its group, in boxes of ROW_BOX; the
 group's end (zeros behind the buffer). Other rows keep the numbers that the stage held; they are multiplied, but never
 stored.
 
-Example: 3 groups of 5, 0 and 20 rows, 256 columns and BLOCK_ROWS = 16: 1 x 2, 0 and 2 x 2 tiles. CTA 0 of 4 computes
-tiles 0 and 4: rows 0 to 4 and columns 0 to 127 of group 0, then rows 5 to 20 and columns 128 to 255 of group 2. With
-K = 256 a tile has two blocks. Blocks 0 to 3 are loaded at once, behind two waits, for the stages of blocks 3 and 5.
+Example: 3 groups of 5, 0 and 20 rows, 256 columns and BLOCK_ROWS = 16: 1 x 2, 0 and 2 x 2 tiles. CTA 0 of 4 ends its
+tile first, then the others do, and CTA 1 takes tile 5. So CTA 0 computes tiles 0 and 4: rows 0 to 4 and columns 0 to
+127 of group 0, then rows 5 to 20 and columns 128 to 255 of group 2. With K = 256 a tile has two blocks. Blocks 0 to 3
+are loaded at once, behind two waits, for the stages of blocks 3 and 5. If CTA 0 asks last, it gets number 5 of 6, for
+tile 9, which does not exist, and sets the counter to zero.
 """
 
 from __future__ import annotations
@@ -67,6 +70,7 @@ from moelink.rows.grouped_gluon import (
     find_tile,
     load_block,
     load_weight,
+    next_tile,
     store_part,
     tiles_of_groups,
 )
@@ -121,7 +125,7 @@ def expect(bar, boxes, WEIGHT_BYTES: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit
-def _produce(codes, scales, row_offsets, weight, weight_scales, rows, ring, S: gl.constexpr):
+def _produce(codes, scales, row_offsets, weight, weight_scales, rows, counter, ring, S: gl.constexpr):
     """Load all blocks of this CTA's tiles, in order, each into its stage as soon as that is empty."""
     left, right, row_scales, by_scales, places, ready, empty = ring
     KB: gl.constexpr = S.K // _BLOCK
@@ -130,11 +134,12 @@ def _produce(codes, scales, row_offsets, weight, weight_scales, rows, ring, S: g
         follow_previous_launch(S)
     COLUMN_TILES: gl.constexpr = (S.N + _BLOCK - 1) // _BLOCK
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    last_tiles = gl.associative_scan(tiles_of_groups(row_offsets, rows, 1, S), 0, add)
+    last_tiles = gl.associative_scan(tiles_of_groups(row_offsets, rows, S), 0, add)
     field = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
     inside_tile, four = gl.arange(0, S.BLOCK_ROWS, lanes), gl.arange(0, 4, lanes)
-    stage, phase = 0, 1
-    for tile in range(gl.program_id(0), gl.max(last_tiles, 0), gl.num_programs(0)):
+    total = gl.max(last_tiles, 0)
+    stage, phase, tile = 0, 1, gl.program_id(0)
+    while tile < total:
         group, row, end, column_tile = find_tile(tile, last_tiles, row_offsets, rows, S)
         place = gl.where(field == 0, row, gl.where(field == 1, end, gl.where(field == 2, column_tile, 0)))
         weight_row = group * S.N + column_tile * _BLOCK
@@ -169,6 +174,7 @@ def _produce(codes, scales, row_offsets, weight, weight_scales, rows, ring, S: g
             load_items(by_scales.index(stage), by_at + k)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = after(stage, phase, S)
+        tile = next_tile(counter, total)
     mbarrier.wait(empty.index(stage), phase)
     places.index(stage).store(field * 0)
     async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
@@ -211,7 +217,7 @@ def _consume(out, ring, PART: gl.constexpr, S: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def grouped_gluon_few_kernel(codes, scales, row_offsets, weight, weight_scales, out, rows, S: gl.constexpr):
+def grouped_gluon_few_kernel(codes, scales, row_offsets, weight, weight_scales, out, rows, counter, S: gl.constexpr):
     """See the module."""
     left = gl.allocate_shared_memory(gl.float8e4nv, [S.STAGES, S.BLOCK_ROWS, _BLOCK], codes.layout)
     right = gl.allocate_shared_memory(gl.float8e4nv, [S.STAGES * S.PARTS, S.BLOCK_COLUMNS, _BLOCK], weight.layout)
@@ -229,7 +235,7 @@ def grouped_gluon_few_kernel(codes, scales, row_offsets, weight, weight_scales, 
     gl.warp_specialize([
         (_consume, (out, ring, 0, S)),
         (_consume, (out, ring, 1, S)),
-        (_produce, (codes, scales, row_offsets, weight, weight_scales, rows, ring, S)),
+        (_produce, (codes, scales, row_offsets, weight, weight_scales, rows, counter, ring, S)),
     ], [4, 1], [S.REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
     if S.EARLY:
         wait_for_previous_launch(S)
@@ -266,5 +272,6 @@ def launch(
         (Block(codes, (ROW_BOX, BLOCK), IN_SHARED), scales, row_offsets, Block(flat, (COLUMNS, BLOCK), IN_SHARED),
          weight_scales, out, len(codes)),
         constants_of(weight.shape, tile_rows, early=early), row_tiles * triton.cdiv(weight.shape[1], BLOCK),
-        absent=row_offsets, per_sm=1, num_programs=num_programs, num_warps=4, maxnreg=REGISTERS[tile_rows],
+        absent=row_offsets, per_sm=1, num_programs=num_programs, counted=True, num_warps=4,
+        maxnreg=REGISTERS[tile_rows],
     )  # fmt: skip

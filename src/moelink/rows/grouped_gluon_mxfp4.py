@@ -125,7 +125,7 @@ def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.conste
     if not S.EARLY:
         follow_previous_launch(S)
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    last_tiles = gl.associative_scan(tiles_of_groups(row_offsets, rows, 1, S), 0, add)
+    last_tiles = gl.associative_scan(tiles_of_groups(row_offsets, rows, S), 0, add)
     field = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
     inside_tile = gl.arange(0, S.BLOCK_ROWS, lanes)
     stage, phase = 0, 1

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moelink.arith import align_up
 from moelink.kernels.launch.arguments import has_hooks
+from moelink.kernels.launch.tile_counters import TileCounters
 
 Made = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 """The results of a function, and all other tensors that it made."""
@@ -32,6 +33,8 @@ _MOST_KINDS = 1024
 class Launcher(Protocol):
     """The parts of :class:`moelink.kernels.launch.row_launch.RowLauncher` that replays need."""
 
+    tile_counters: TileCounters
+
     def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
         """Return the index of the tensor's device, and its current stream. None where launches do not go to the driver
         as prepared ones: another device is current, kernels are interpreted or those of AMD, or a thread prepares."""
@@ -42,11 +45,13 @@ class Launcher(Protocol):
 
 class Note(NamedTuple):
     """A launch: the :class:`~moelink.kernels.launch.row_launch.PreparedRows`, or None where Triton launched the kernel,
-    its words, and its programs."""
+    its words, its programs, and whether the last word is the address of a counter of tiles, which each call gets
+    anew (:mod:`moelink.kernels.launch.tile_counters`)."""
 
     prepared: Any
     words: Sequence[int]
     count: int
+    counted: bool = False
 
 
 class Replay:
@@ -63,18 +68,22 @@ class Replay:
         sources = {tensor.data_ptr(): number for number, tensor in enumerate((*given, *results, *between))}
         known, self._launches = len(sources), []
         constants: list[int] = []
-        for prepared, words, count in notes:
+        self.counted = any(note.counted for note in notes)
+        for prepared, words, count, counted in notes:
             picked = []
-            for word in words:
+            for word in words[:-1] if counted else words:
                 if word not in sources:
                     sources[word] = known + len(constants)
                     constants.append(word)
                 picked.append(sources[word])
-            self._launches.append((prepared.launch, itemgetter(*picked), count))
+            self._launches.append((prepared.launch, itemgetter(*picked, *([-1] if counted else ())), count))
         self._constants = tuple(constants)
 
-    def run(self, given: Sequence[Tensor], addresses: Sequence[int], stream: int) -> tuple[Tensor, ...]:
-        """Make the launches on ``stream`` for the tensors ``given``, at ``addresses``; return the results."""
+    def run(
+        self, given: Sequence[Tensor], addresses: Sequence[int], stream: int, counter: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Make the launches on ``stream`` for the tensors ``given``, at ``addresses``; return the results. ``counter``:
+        of tiles, if any launch is ``counted``. Launches follow one another, so one serves them all."""
         device = given[0].device
         # With new_empty, torch would compute the strides again, at a higher cost.
         results = tuple(
@@ -86,6 +95,8 @@ class Replay:
             at = room.data_ptr()
             words += [at + place for place in self._places]
         words += self._constants
+        if counter is not None:
+            words.append(counter.data_ptr())
         for launch, pick, count in self._launches:
             launch(pick(words), count, stream)
         return results
@@ -124,7 +135,8 @@ class Replays:
             return self._first(launcher, key, given, function, rest)
         if replay is None:
             return function(*given, *rest)[0]
-        return replay.run(given, addresses, place[1])
+        counter = launcher.tile_counters.of(given[0].device) if replay.counted else None
+        return replay.run(given, addresses, place[1], counter)
 
     def _first(
         self, launcher: Launcher, key: Any, given: tuple[Tensor, ...], function: Callable[..., Made],

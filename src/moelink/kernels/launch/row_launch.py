@@ -39,6 +39,7 @@ from moelink.kernels.launch.cache_keys import settle_cache_key
 from moelink.kernels.launch.device import is_interpreted
 from moelink.kernels.launch.direct import Driver, config_of, cuda_driver, launches_directly
 from moelink.kernels.launch.replay import Note, Replays
+from moelink.kernels.launch.tile_counters import TileCounters
 
 _PLAIN = (Tensor, Parameter)
 _LARGEST = (1 << 31) - 1
@@ -222,6 +223,7 @@ class RowLauncher:
         self._prepared: dict[Any, PreparedRows | None] = {}
         self._preparing: dict[int, bool] = {}
         self._noting: dict[int, list[Note]] = {}
+        self.tile_counters = TileCounters()
         self.replays = Replays()
 
     @contextmanager
@@ -250,7 +252,7 @@ class RowLauncher:
 
     def launch(
         self, kernel: Any, arguments: Sequence[Any], S: Any, count: int, *, device: torch.device, fused: bool,
-        options: dict[str, Any],
+        options: dict[str, Any], counted: bool = False,
     ) -> None:  # fmt: skip
         """Launch ``count`` programs of ``kernel`` on the current stream of ``device``.
 
@@ -259,7 +261,11 @@ class RowLauncher:
             arguments: tensors, each a :class:`Block` if the kernel takes a descriptor, and integers.
             fused: products and sums become FMAs.
             options: of the compiler.
+            counted: programs take tiles by a counter, the kernel's argument behind these
+                (:mod:`moelink.kernels.launch.tile_counters`).
         """
+        if counted:
+            arguments = (*arguments, self.tile_counters.of(device))
         # None for a launch; else whether its kernel is loaded.
         preparing = self._preparing.get(threading.get_ident()) if self._preparing else None
         plain = is_interpreted() or torch.version.hip is not None or has_hooks()
@@ -284,7 +290,7 @@ class RowLauncher:
             if prepared is not None:
                 prepared.launch(values, count, driver.active.get_current_stream(where))
                 if self._noting:
-                    self._note(Note(prepared, values, count))
+                    self._note(Note(prepared, values, count, counted))
                 return
         if preparing is not None:
             _compile(kernel, arguments, S, fused, options)
