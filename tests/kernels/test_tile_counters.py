@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from moelink.kernels.launch.tile_counters import WORDS, TileCounters
 
 
 class PlayedCuda:
-    """The device, stream and capture that are current."""
+    """The device, stream and capture that are current, and a stream's event."""
 
     def __init__(self) -> None:
         self.device, self.stream, self.captures, self.waited = 0, 5, False, 0
@@ -25,8 +26,17 @@ class PlayedCuda:
         yield
         self.device = before
 
+    def record(self, stream: object) -> None:
+        assert stream == "a stream of its own"
+
     def synchronize(self) -> None:
+        assert not self.captures
+        assert threading.current_thread() is not threading.main_thread(), "which may allocate from a pool"
         self.waited += 1
+        self.meet()
+
+    def meet(self) -> None:
+        """Another thread goes on meanwhile."""
 
 
 @pytest.fixture
@@ -34,9 +44,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> PlayedCuda:
     made, zeros = PlayedCuda(), torch.zeros
     played = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: made.stream))
     monkeypatch.setattr(module, "driver", played)
+    monkeypatch.setattr(module, "beside_captures", nullcontext)
     for name, value in {
-        "current_device": lambda: made.device, "device": made.use, "Stream": lambda device: made,
+        "current_device": lambda: made.device, "device": made.use, "Stream": lambda device: "a stream of its own",
         "stream": lambda stream: nullcontext(), "is_current_stream_capturing": lambda: made.captures,
+        "Event": lambda: made,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
@@ -66,15 +78,36 @@ def test_calls_of_a_stream_share_a_counter_and_captured_ones_do_not(cuda: Played
 
 def test_a_graph_makes_its_counters_if_none_are_left(cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AT_ONCE", 2)
+    monkeypatch.setattr(module, "FEW", 1)
     counters = TileCounters()
     cuda.captures = True
-    places(counters, 1)  # before any eager call
+    kept = [counters.of(torch.device("cuda", 0))]  # before any eager call
     cuda.captures = False
-    [eager] = places(counters, 1)
+    kept.append(counters.of(torch.device("cuda", 0)))
+    assert cuda.waited == 1
     cuda.captures = True
-    kept = [counters.of(torch.device("cuda", 0)) for _ in range(3)]
-    assert len({eager, *[each.data_ptr() for each in kept]}) == 4
+    kept += [counters.of(torch.device("cuda", 0)) for _ in range(3)]
     assert cuda.waited == 1, "nothing waits in a capture"
-    cuda.captures, cuda.stream = False, 6
-    places(counters, 1)
+    cuda.captures = False
+    assert counters.of(torch.device("cuda", 0)).data_ptr() == kept[1].data_ptr()
     assert cuda.waited == 2, "an eager call has more of them made"
+    cuda.captures = True
+    kept.append(counters.of(torch.device("cuda", 0)))
+    assert len({each.data_ptr() for each in kept}) == 6
+    assert len(counters._blocks[0]) == 2, "what calls have stays in memory"
+
+
+def test_threads_that_begin_together_make_counters_once(cuda: PlayedCuda) -> None:
+    counters, found = TileCounters(), []
+    threads = [threading.Thread(target=lambda: found.extend(places(counters, 1))) for _ in range(4)]
+
+    def meet() -> None:
+        for thread in threads[1:]:
+            thread.start()
+
+    cuda.meet = meet  # type: ignore[method-assign]
+    threads[0].start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 4
+    assert len(set(found)) == cuda.waited == 1

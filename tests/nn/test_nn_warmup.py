@@ -50,6 +50,8 @@ def prepares(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepares]:
     """A GPU that is played, on which every launch does nothing. Ids of a router that ran nothing are 0."""
     noted, launcher, fake = Prepares(), RowLauncher(), choose._choose_fake
     played = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 0))
+    counter = torch.zeros(4, dtype=torch.int32)
+    launcher.tile_counters = SimpleNamespace(of=lambda device: counter)  # type: ignore[assignment]
     with ExitStack() as stack:
         for patch in (
             mock.patch.object(RowLauncher, "_prepare", lambda _, *given: noted.prepare(*given)),

@@ -39,7 +39,8 @@ launch/constants       launch constants: what is fixed when a kernel is compiled
 launch/grid            how many CTAs a launch has, and what each does; roles: runs them; sm_limit: which SMs they use
 launch/own_rows        which combines keep own rows where they are
 launch/launcher        compiles and launches; cache_keys: lets every process find what another one has compiled
-launch/row_launch      launches kernels on rows, which are prepared once
+launch/row_launch      launches kernels on rows, which are prepared once; replay: makes such launches again;
+                       tile_counters: by which their programs take tiles
 numeric                rounding
 scale_tiles            where scales are in tiles of 128 rows
 epilogues              Triton halves of the built-in epilogues

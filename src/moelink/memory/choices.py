@@ -22,7 +22,7 @@ _RELAXED = 2
 
 
 @contextmanager
-def _beside_captures() -> Iterator[None]:
+def beside_captures() -> Iterator[None]:
     """Let this thread use the device while another one captures a CUDA graph, whose capture it would else end."""
     if torch.version.hip is None:
         exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
@@ -48,7 +48,7 @@ class BlockReader:
         self._parts = dict(parts)
         self._device = next(iter(self._parts.values())).device
         if self._device.type == "cuda":
-            with _beside_captures():
+            with beside_captures():
                 self._stream = torch.cuda.Stream(self._device)
                 self._host = {
                     name: torch.empty_like(t, device="cpu", pin_memory=True) for name, t in self._parts.items()
@@ -58,7 +58,7 @@ class BlockReader:
         """Return the parts as they are now, as arrays of NumPy."""
         if self._device.type != "cuda":
             return {name: part.numpy().copy() for name, part in self._parts.items()}
-        with _beside_captures(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with beside_captures(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             for name, part in self._parts.items():
                 self._host[name].copy_(part, non_blocking=True)
             self._stream.synchronize()

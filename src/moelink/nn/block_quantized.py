@@ -167,7 +167,8 @@ def grouped_fp8(
         implementation: "triton", the kernel (on CPU tensors only in Triton's interpreter); "torch", the twin; "auto":
             "triton" on CUDA, "torch" elsewhere.
 
-    No gradients. The kernel synchronises with nothing, and a CUDA graph may capture it.
+    No gradients. The kernel synchronises with nothing, and a CUDA graph may capture it. A device's first call makes
+    counters of tiles, 512 KiB, and waits for these.
 
     Raises:
         ArgumentError: a shape, dtype or device does not fit, or a tensor is not contiguous.

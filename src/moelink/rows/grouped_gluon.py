@@ -26,11 +26,12 @@ first counts as one of parity 1.
 ========  =============================================  ===============================================================
 barrier   a phase ends with                              waited for by
 ========  =============================================  ===============================================================
-`ready`   the producer's arrival and 49152 bytes, or     consumers, before they read block b, or give an empty one
-          the arrival alone for an empty block           back: parity ``u % 2``
+`ready`   the producer's arrival and 49152 bytes, or     consumers, before they read block b, or give it back
+          the arrival alone for an empty block, or the   unread: parity ``u % 2``
+          end of the tiles
 `empty`   one arrival of each consumer, which has        the producer, before it loads block b, or arrives for an
-          waited for its products of the block, or for   empty one: parity ``(u + 1) % 2``
-          the empty block
+          waited for its products of the block, or, if   empty one or the end: parity ``(u + 1) % 2``
+          it does not read it, for the block
 ========  =============================================  ===============================================================
 
 With the first block of a tile the producer writes the tile's place beside the stage, before it arrives: (first row,

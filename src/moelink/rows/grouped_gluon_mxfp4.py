@@ -3,6 +3,7 @@
 The product, its tensors and its sums, in their order, are those of :mod:`moelink.rows.grouped_mxfp4`, whose bits it
 has. CTAs, tiles, the ring and its protocol are those of :mod:`moelink.rows.grouped_gluon_few`, with these differences:
 
+* CTA p of P computes tiles p, p + P, ...
 * PARTS *consumers* share a tile of 64 * PARTS columns, and ``empty`` expects an arrival of each. Tiles of up to 32 rows
   have four, because consumers take longer here: they convert bytes, and scale four products of a block.
 * A stage holds two boxes of bytes of the weight, and a word of scales of each column.

@@ -2,8 +2,9 @@
 
 A layer's experts are a few launches, between which nothing is computed on the host. For tensors of the same shapes and
 dtypes each call launches the same prepared kernels, with other addresses. So the first call of a kind is *noted*: of
-each launch its kernel and its words, each of which is the address of a tensor or a number that does not change. Later
-calls make the results and room for the tensors in between, and launch.
+each launch its kernel and its words, each of which is the address of a tensor or a number that does not change; the
+address of a counter of tiles is that of the call. Later calls make the results and room for the tensors in between, and
+launch.
 
 Example: a function of the tensor at 4096 makes one at 8192 and launches a kernel with the words (4096, 8192, 7). Called
 with a tensor at 512, for which the allocator returns 1024, its replay launches that kernel with (512, 1024, 7).

@@ -13,7 +13,7 @@ tensor descriptor is five parameters, one of which, the tensor map, the driver e
 Example: a kernel of a tensor descriptor, an address and an int32 has the words [address, rows, address, int32, columns,
 stride, 1] and a tensor map; its parameters are the map, words 1, 4, 5 and 6, then words 2 and 3.
 
-Nothing here keeps a tensor. A prepared launch has a lock, because threads may launch the same kernel.
+Nothing here keeps a tensor but counters of tiles. A prepared launch has a lock, as threads may launch the same kernel.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from moelink.kernels.launch.cache_keys import settle_cache_key
 from moelink.kernels.launch.device import is_interpreted
 from moelink.kernels.launch.direct import Driver, config_of, cuda_driver, launches_directly
 from moelink.kernels.launch.replay import Note, Replays
-from moelink.kernels.launch.tile_counters import TileCounters
+from moelink.kernels.launch.tile_counters import WORDS, TileCounters
 
 _PLAIN = (Tensor, Parameter)
 _LARGEST = (1 << 31) - 1
@@ -264,10 +264,13 @@ class RowLauncher:
             counted: programs take tiles by a counter, the kernel's argument behind these
                 (:mod:`moelink.kernels.launch.tile_counters`).
         """
-        if counted:
-            arguments = (*arguments, self.tile_counters.of(device))
         # None for a launch; else whether its kernel is loaded.
         preparing = self._preparing.get(threading.get_ident()) if self._preparing else None
+        given = arguments
+        if counted and preparing is False:
+            arguments = (*arguments, torch.empty(WORDS, dtype=torch.int32, device=device))
+        elif counted:
+            arguments = (*arguments, self.tile_counters.of(device))
         plain = is_interpreted() or torch.version.hip is not None or has_hooks()
         call = None if plain else _values_of(arguments)
         if call is not None:
@@ -275,7 +278,7 @@ class RowLauncher:
             where: Any = device.index
             if torch.cuda.current_device() != where:
                 with torch.cuda.device(where):
-                    self.launch(kernel, arguments, S, count, device=device, fused=fused, options=options)
+                    self.launch(kernel, given, S, count, device=device, fused=fused, options=options, counted=counted)
                 return
             key += (kernel, S, where, fused, *options.items())
             try:
@@ -296,8 +299,7 @@ class RowLauncher:
             _compile(kernel, arguments, S, fused, options)
             return
         self._note(Note(None, (), count))
-        given = map(typed, arguments)
-        settle_cache_key(kernel)[(count,)](*given, S=S, enable_fp_fusion=fused, **options)
+        settle_cache_key(kernel)[(count,)](*map(typed, arguments), S=S, enable_fp_fusion=fused, **options)
 
     def _note(self, note: Note) -> None:
         if (notes := self._noting.get(threading.get_ident())) is not None:

@@ -3,11 +3,15 @@
 If program p of P computed tiles p, p + P, ..., programs with short tiles would get ahead of their neighbours, and load
 again what these load. So program p computes tile p, and then takes the next tile that nobody has: it adds 1 to the
 launch's counter, finds t there, and the tile is P + t. Each tile that ends takes one number, so a launch of n tiles
-takes 0 to n - 1, and the program that takes n - 1 sets the counter to zero again, for the next launch.
+takes 0 to n - 1, and the program that takes n - 1 sets the counter to zero again, for the next launch. That all
+programs see the same n is up to the caller: one that changes ``row_offsets`` under a product leaves its counter wrong.
 
 Why no two launches use a counter at once: eager launches on one stream share one, and use it behind their wait for the
-launch before them (:mod:`moelink.kernels.sync.dependent_launch`). A graph may run beside anything but itself, so each
-captured call has a counter that no other call gets. Its 16 bytes stay taken when the graph is gone.
+launch before them (:mod:`moelink.kernels.sync.dependent_launch`). A stream is known by its handle, as workspaces of
+torch's matrix products are; so a stream of another library may be destroyed once its launches have ended. A graph may
+run beside anything but itself, so each captured call has a counter that no other call gets; of one capture there must
+be one executable graph. Its 16 bytes stay taken when the graph is gone. If a process captures so often that none are
+left, the graph zeroes one itself at each replay, until an eager call has more of them made.
 
 Example: 2 programs, 5 tiles. Program 0 ends tile 0 and takes 0, which is tile 2. Program 1 ends tile 1 and takes 1,
 which is tile 3. Program 0 ends tile 2 and takes 2, which is tile 4. Program 1 takes 3: there is no tile 5. Program 0
@@ -16,15 +20,20 @@ takes 4, the last number, and sets the counter to zero.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from moelink.memory.choices import beside_captures
+
 AT_ONCE = 1 << 15
-"""Counters that are made at a time, 512 KiB."""
+"""Counters that are made at a time, 512 KiB. They last as long as the process."""
+FEW = AT_ONCE // 4
+"""An eager call has more of them made if fewer are left."""
 WORDS = 4
 """Of a counter, the first of which counts: kernels expect addresses that are multiples of 16."""
 
@@ -34,43 +43,52 @@ class TileCounters:
 
     def __init__(self) -> None:
         self._of_streams: dict[tuple[int, int], Tensor] = {}
-        self._made: dict[int, tuple[Tensor, Iterator[int]]] = {}
+        self._blocks: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._left: defaultdict[int, int] = defaultdict(int)
+        self._lock = threading.Lock()
 
     def of(self, device: torch.device) -> Tensor:
         """Return a counter for a call on the current stream of ``device``: WORDS words, int32, which are zero between
-        launches.
-
-        A captured call gets one of its own. If none is left, the graph makes it, at each replay.
-        """
+        launches."""
         index = device.index
         if torch.cuda.current_device() != index:
             with torch.cuda.device(index):
                 return self.of(device)
         if torch.cuda.is_current_stream_capturing():
-            counter = self._next(index)
+            with self._lock:
+                counter = self._take(index)
             return torch.zeros(WORDS, dtype=torch.int32, device=device) if counter is None else counter
         key = index, driver.active.get_current_stream(index)
         counter = self._of_streams.get(key)
-        if counter is None:
-            counter = self._next(index)
-            if counter is None:
-                self._make(device)
-                counter = self._next(index)
-                assert counter is not None
-            self._of_streams[key] = counter
+        if counter is None or self._left[index] < FEW:
+            with self._lock:
+                if self._left[index] < FEW:
+                    self._make(device)
+                if key not in self._of_streams:
+                    self._of_streams[key] = self._take(index)  # type: ignore[assignment]
+            counter = self._of_streams[key]
         return counter
 
-    def _next(self, index: int) -> Tensor | None:
+    def _take(self, index: int) -> Tensor | None:
         """Return a counter that no call has, or None."""
-        if index not in self._made:
+        if not self._left[index]:
             return None
-        counters, numbers = self._made[index]
-        number = next(numbers)
-        return counters[number] if number < len(counters) else None
+        self._left[index] -= 1
+        return self._blocks[index][-1][self._left[index]]
 
     def _make(self, device: torch.device) -> None:
-        stream = torch.cuda.Stream(device)  # for whose end nothing else is waited
+        with ThreadPoolExecutor(1) as apart:
+            self._blocks[device.index].append(apart.submit(_zeros, device).result())
+        self._left[device.index] = AT_ONCE
+
+
+def _zeros(device: torch.device) -> Tensor:
+    """Return a block of counters. Called by a thread of its own, because pools of memory that a thread may have chosen
+    are given back before the process ends."""
+    with beside_captures(), torch.cuda.device(device.index):
+        stream, made = torch.cuda.Stream(device), torch.cuda.Event()
         with torch.cuda.stream(stream):
-            counters = torch.zeros(AT_ONCE, WORDS, dtype=torch.int32, device=device)
-        stream.synchronize()
-        self._made[device.index] = counters, itertools.count()
+            block = torch.zeros(AT_ONCE, WORDS, dtype=torch.int32, device=device)
+            made.record(stream)
+        made.synchronize()
+    return block
