@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moelink.memory.driver import beside_captures
 from moelink.memory.protocol import MASKED_CALL, PHASE_DISPATCH
 from moelink.memory.workspace import Workspace
 
@@ -17,23 +16,6 @@ LL_CALL, LL_VALUE = 0x7FFFFFFF, 0xFFFFFFFF
 """Of an LL word (``kernels.sync.ll_words``): its call, above 32 bits, and its value."""
 _OPTIONS, _ORIGIN = 5, 6
 """Words of a row of ``counts`` (``protocol.COUNT_HEADER``)."""
-_RELAXED = 2
-"""CU_STREAM_CAPTURE_MODE_RELAXED."""
-
-
-@contextmanager
-def beside_captures() -> Iterator[None]:
-    """Let this thread use the device while another one captures a CUDA graph, whose capture it would else end."""
-    if torch.version.hip is None:
-        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    else:
-        exchange = ctypes.CDLL("libamdhip64.so").hipThreadExchangeStreamCaptureMode
-    mode = ctypes.c_int(_RELAXED)
-    exchange(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
 
 
 class BlockReader:

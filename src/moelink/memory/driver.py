@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,8 @@ from moelink.errors import UnsupportedError
 _PINNED, _ON_DEVICE, _DESCRIPTOR, _READ_WRITE = 1, 1, 1, 3
 _RANGE_SIZE = 12
 """Of cuPointerGetAttribute: the bytes of the range to which an address belongs."""
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 
 DEVICE = re.compile(r"[0-9a-zA-Z-]{1,64}")
 """The form of :attr:`Driver.uuid`."""
@@ -180,6 +183,21 @@ class CudaDriver:
 
 
 _long = ctypes.c_uint64
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Let this thread use the device while another one captures a CUDA graph, whose capture it would else end."""
+    if torch.version.hip is None:
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    else:
+        exchange = ctypes.CDLL("libamdhip64.so").hipThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 def check_status(library: Any, status: int, what: str) -> None:

@@ -5,9 +5,9 @@ So a fixed number of programs serves any number of rows, and the cost of a call 
 of its buffers. Nothing waits for anything; there is no protocol.
 
 The work is cut into steps, and program p of P does the steps p, p + P, p + 2 P, ..., unless a launch is *counted*
-(:mod:`moelink.kernels.launch.tile_counters`). Most kernels take the rows as one
-list of groups of GS = GROUP_SIZE elements: group f is columns [f % W * GS, f % W * GS + GS) of row f // W, with W = H /
-GS groups a row. Step s then handles the groups [s * N, s * N + N), N = GROUPS_PER_STEP.
+(:mod:`moelink.kernels.launch.tile_counters`). Most kernels take the rows as one list of groups of GS = GROUP_SIZE
+elements: group f is columns [f % W * GS, f % W * GS + GS) of row f // W, with W = H / GS groups a row. Step s then
+handles the groups [s * N, s * N + N), N = GROUPS_PER_STEP.
 """
 
 from collections.abc import Sequence

@@ -267,10 +267,10 @@ class RowLauncher:
         # None for a launch; else whether its kernel is loaded.
         preparing = self._preparing.get(threading.get_ident()) if self._preparing else None
         given = arguments
-        if counted and preparing is False:
-            arguments = (*arguments, torch.empty(WORDS, dtype=torch.int32, device=device))
-        elif counted:
-            arguments = (*arguments, self.tile_counters.of(device))
+        if counted:
+            asks = preparing is False
+            counter = torch.empty(WORDS, dtype=torch.int32, device=device) if asks else self.tile_counters.of(device)
+            arguments = (*arguments, counter)
         plain = is_interpreted() or torch.version.hip is not None or has_hooks()
         call = None if plain else _values_of(arguments)
         if call is not None:

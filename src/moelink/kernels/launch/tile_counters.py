@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from moelink.memory.choices import beside_captures
+from moelink.memory.driver import beside_captures
 
 AT_ONCE = 1 << 15
 """Counters that are made at a time, 512 KiB. They last as long as the process."""
@@ -77,14 +77,14 @@ class TileCounters:
         return self._blocks[index][-1][self._left[index]]
 
     def _make(self, device: torch.device) -> None:
-        with ThreadPoolExecutor(1) as apart:
-            self._blocks[device.index].append(apart.submit(_zeros, device).result())
+        with ThreadPoolExecutor(1) as executor:
+            self._blocks[device.index].append(executor.submit(_zeros, device).result())
         self._left[device.index] = AT_ONCE
 
 
 def _zeros(device: torch.device) -> Tensor:
-    """Return a block of counters. Called by a thread of its own, because pools of memory that a thread may have chosen
-    are given back before the process ends."""
+    """Return a block of counters. A thread of its own makes it, because the caller may allocate from a pool of memory
+    that is given back before the process ends."""
     with beside_captures(), torch.cuda.device(device.index):
         stream, made = torch.cuda.Stream(device), torch.cuda.Event()
         with torch.cuda.stream(stream):
