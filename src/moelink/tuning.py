@@ -5,6 +5,8 @@ docs/lab/combine.md have the figures, under the heading that is named. Sizes tha
 :mod:`moelink.memory.protocol`.
 """
 
+from math import inf
+
 FEW_TOKENS, MANY_TOKENS = 256, 1024
 """Communicators of up to FEW_TOKENS tokens per rank are built for latency, of more than MANY_TOKENS for throughput.
 Calls that state no more tokens than one of these take a dispatch that is built for so many (Dispatch, *Senders*).
@@ -59,10 +61,13 @@ Combine, *Few SMs*."""
 ROWS_AHEAD = 3
 """Rows that are on their way at a time there, the one that is added included."""
 
-FEW_ROWS = (16, 16), (32, 32), (127, 64)
-"""On compute capability 9.0, the rows of a buffer for each group up to which ``rows.grouped_gluon_few`` multiplies
-them, or ``rows.grouped_gluon_mxfp4``, and the rows of its tiles. A buffer has room for all rows that may come, so
-groups have fewer. Lab, *The layer*, *A kernel for few rows of each group* and *in mxfp4*."""
+FEW_ROWS = (10, 16), (26, 32), (52, 64)
+"""On compute capability 9.0, the rows of a group in the mean up to which ``rows.grouped_gluon_few`` multiplies them,
+and the rows of its tiles (:func:`moelink.rows.grouped_choice.tile_rows`). Lab, *The layer*, *Tiles by the mean of a
+group*."""
+
+ROWS_OF_MXFP4 = (15, 16), (33, 32), (inf, 64)
+"""The same for ``rows.grouped_gluon_mxfp4``, which multiplies any number of them."""
 
 FEW_LOGITS, FEW_PRODUCTS = 256, 1 << 26
 """Most tokens whose logits ``rows.wide_product_kernel`` computes, and most products of numbers (tokens x experts x

@@ -1,5 +1,6 @@
 """What a layer prepares before its first call is what its calls launch. Triton's compiler and the GPU are played."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from moelink.rows import (
     grouped_gluon_mxfp4,
 )
 from moelink.transports.base import Rehearsal
-from moelink.tuning import FEW_LOGITS, FEW_ROWS
+from moelink.tuning import FEW_LOGITS, FEW_ROWS, ROWS_OF_MXFP4
 from moelink_bench.played import prepared_rows
 
 SIZES: dict[str, Any] = {
@@ -103,9 +104,11 @@ def test_a_call_prepares_nothing_after_a_warmup(
 
 
 @pytest.mark.quick("each backend launches other kernels")
-@pytest.mark.parametrize(("backend", "of_many"), [("triton", 2), ("mxfp4", 0)])
+@pytest.mark.parametrize(
+    ("backend", "of_few", "of_many"), [("triton", 2 * len(FEW_ROWS), 2), ("mxfp4", 2 * len(ROWS_OF_MXFP4), 0)]
+)
 def test_calls_of_fewer_rows_than_those_that_were_rehearsed_find_their_tiles(
-    prepares: Prepares, monkeypatch: pytest.MonkeyPatch, backend: str, of_many: int
+    prepares: Prepares, monkeypatch: pytest.MonkeyPatch, backend: str, of_few: int, of_many: int
 ) -> None:
     """With one rank a call's buffer has room for its own tokens, which chooses the tiles."""
 
@@ -125,12 +128,26 @@ def test_calls_of_fewer_rows_than_those_that_were_rehearsed_find_their_tiles(
         layer = MoE(ep, intermediate_size=128, load_steps=0, dtype=torch.bfloat16, experts_backend=backend)
         warmup.rehearse(layer, ep.config, (1024,), training=False, load=True)
         known = len(prepares.made)
-        assert prepares.made.count("few") == 2 * len(FEW_ROWS)
+        assert prepares.made.count("few") == of_few
         assert prepares.made.count("many") == of_many
         assert prepares.made.count("silu_and_quantize_kernel") == 2, "of up to 50 tokens, and of more"
-        for tokens in (1, 48, 50, 51, 64, 65, 128, 129, 500, 508, 509, 1024):
+        for tokens in (1, 40, 41, 50, 51, 60, 61, 104, 105, 132, 133, 208, 209, 1024):
             layer(torch.ones(tokens, 256, dtype=torch.bfloat16))
         assert prepares.made[known:] == []
+
+
+def test_rehearsed_calls_of_several_ranks_are_the_last_ones_of_their_tiles() -> None:
+    """In mode "allreduce" a rank knows the tokens of all. Two ranks of 4 experts, top-2: a buffer has two rows a token,
+    and of these a rank has half."""
+    config = moelink.EPConfig(
+        num_experts=8, topk=2, hidden_size=256, max_tokens_per_rank=512, world_size=2, mode="allreduce",
+        dispatch_format="fp8_block128",
+    )  # fmt: skip
+    experts = SimpleNamespace(down_proj=torch.zeros(4, 1, 1), sizes=(4, 256, 128))
+    means = {int(mean) for mean, _ in (*FEW_ROWS, *ROWS_OF_MXFP4[:-1])}
+    assert warmup._by_rows(config, 512, experts) == {4 * mean for mean in means}  # type: ignore[arg-type]
+    limited = dataclasses.replace(config, capacity=101)  # which 45 tokens reach
+    assert warmup._by_rows(limited, 512, experts) == {40, 44, 511}  # type: ignore[arg-type]
 
 
 def test_a_layer_asks_for_the_calls_that_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,11 +226,11 @@ def test_few_rows_have_short_steps(monkeypatch):
     monkeypatch.setattr(kernels.common, "launch", lambda kernel, given, S, steps, **options: taken.append((S, steps)))
     monkeypatch.setattr(kernels, "has_native_casts", lambda device: True)
     fmt, row_offsets = get_format("fp8_block128"), torch.zeros(3, dtype=torch.int32)
-    for rows in (704, 705):
+    for rows, likely in ((704, None), (705, None), (1409, 704)):
         x = SimpleNamespace(shape=(rows, 1536), device=device, is_cuda=True)
         codes, scales = torch.empty(rows, 768, dtype=torch.float8_e4m3fn), torch.empty(6, rows)
-        kernels.launch(x, row_offsets, codes, scales, None, None, fmt, None)
-    assert [(S.GROUPS_PER_STEP, steps) for S, steps in taken] == [(4, 1056), (16, 265)]
+        kernels.launch(x, row_offsets, codes, scales, None, None, fmt, None, likely_rows=likely)
+    assert [(S.GROUPS_PER_STEP, steps) for S, steps in taken] == [(4, 1056), (16, 265), (4, 2114)]
 
 
 def test_a_group_longer_than_its_row_is_a_step_too(monkeypatch):

@@ -21,10 +21,18 @@ from torch.nn import functional
 import moelink
 from moelink.activation import Clamp
 from moelink.kernels.launch import device
-from moelink.nn import MoE, QuantizedExperts, dequantize_weight, grouped_fp8, local_state_dict, merge_state_dicts
+from moelink.nn import (
+    MoE,
+    QuantizedExperts,
+    dequantize_weight,
+    grouped_fp8,
+    local_state_dict,
+    merge_state_dicts,
+    placed_experts,
+)
 from moelink.nn import expert_backends as backends
 from moelink.nn.block_quantized import BlockQuantized, quantize_weight
-from moelink.nn.experts import group_of_rows
+from moelink.nn.experts import group_of_rows, likely_rows
 from moelink.nn.placement import Placement
 from moelink.rows import grouped_fp8 as grouped_fp8_kernels
 from moelink.rows import grouped_gluon, grouped_gluon_few
@@ -108,16 +116,19 @@ def test_the_kernel_keeps_the_bound(shape: Any, settings: Settings | None) -> No
 
 @pytest.mark.quick("each condition decides alone")
 @pytest.mark.parametrize(
-    "capability, other, rows, kernel",
+    "capability, other, rows, likely, kernel",
     [
-        ((9, 0), "", 64, 16), ((9, 0), "", 65, 32), ((9, 0), "", 128, 32), ((9, 0), "", 129, 64),
-        ((9, 0), "", 508, 64), ((9, 0), "", 509, "many"), ((10, 0), "", 64, "triton"), ((9, 4), "hip", 64, "triton"),
-        ((9, 0), "interpreted", 64, "triton"),
+        ((9, 0), "", 40, None, 16), ((9, 0), "", 41, None, 32), ((9, 0), "", 104, None, 32),
+        ((9, 0), "", 105, None, 64), ((9, 0), "", 208, None, 64), ((9, 0), "", 209, None, "many"),
+        ((9, 0), "", 209, 40, 16),
+        ((10, 0), "", 40, None, "triton"), ((9, 4), "hip", 40, None, "triton"),
+        ((9, 0), "interpreted", 40, None, "triton"),
     ],
 )  # fmt: skip
-def test_the_buffer_chooses_the_kernel(
-    capability: tuple[int, int], other: str, rows: int, kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mean_rows_of_a_group_choose_the_kernel(
+    capability: tuple[int, int], other: str, rows: int, likely: int | None, kernel: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", "6.4" if other == "hip" else None)
     monkeypatch.setattr(device, "is_interpreted", lambda: other == "interpreted")
@@ -129,7 +140,7 @@ def test_the_buffer_chooses_the_kernel(
     codes.__len__.return_value = rows
     weight = BlockQuantized(torch.zeros(4, 1, 1), torch.zeros(1))
     for follows in (False, True):
-        weight.launch(codes, *[None] * 3, follows_product=follows)  # type: ignore[arg-type]
+        weight.launch(codes, *[None] * 3, follows_product=follows, likely_rows=likely)  # type: ignore[arg-type]
     assert taken == [(kernel, False), (kernel, kernel != "triton")]
 
 
@@ -316,20 +327,41 @@ def test_a_layer_in_fp8_is_near_the_layer_in_bf16() -> None:
             layer.reset_parameters()
 
 
-def part_of_layer(rank: int, world: int, transport: str) -> torch.Tensor:
-    """The layer's output for this rank's share of eight tokens; the second of two ranks has two."""
+def part_of_layer(rank: int, world: int, transport: str) -> tuple[torch.Tensor, set[tuple[int, int]]]:
+    """The layer's output for this rank's share of eight tokens, of which the second of two ranks has two; and the rows
+    of the buffers of its products, and the likely ones of them."""
+    seen = set()
+
+    def multiply(backend: str, codes: torch.Tensor, *given: Any, likely_rows: int, **options: Any) -> None:
+        seen.add((len(codes), likely_rows))
+        backends.multiply(backend, codes, *given, **options)
+
     x = torch.randn(8, 128, generator=torch.Generator().manual_seed(3)).to(BF16)
     mine = x if world == 1 else (x[:6], x[6:])[rank]
-    with moelink.init(**SIZES, transport=transport) as ep, torch.no_grad():
-        return MoE(ep, intermediate_size=128, experts_backend="torch")(mine)
+    with (
+        mock.patch.object(placed_experts, "multiply", multiply),
+        moelink.init(**SIZES, transport=transport) as ep,
+        torch.no_grad(),
+    ):
+        return MoE(ep, intermediate_size=128, experts_backend="torch")(mine), seen
 
 
 @pytest.mark.parametrize("transport", ["collective", "symmetric"])
 def test_two_ranks_compute_what_one_does(transport: str) -> None:
-    want = part_of_layer(0, 1, "collective")
-    got = torch.cat(run_ranks(part_of_layer, 2, transport, timeout=200))
+    want, seen = part_of_layer(0, 1, "collective")
+    assert seen == {(28, 16)}
+    parts = run_ranks(part_of_layer, 2, transport, timeout=200)
+    got = torch.cat([part for part, _ in parts])
+    assert all(seen == {(38, 16)} for _, seen in parts), "buffers for 8 tokens of 2 ranks, in groups of 4 rows"
     # fp32 sums may be made in another order where a group has other rows beside it.
     torch.testing.assert_close(got, want, rtol=2.0**-7, atol=2.0**-7 * float(want.abs().max()))
+
+
+def test_a_buffer_that_is_cut_or_has_a_capacity_is_likely_to_be_full() -> None:
+    config = moelink.EPConfig(**SIZES, world_size=2, capacity=20)
+    assert config.row_alignment == 4
+    assert [likely_rows(config, rows) for rows in (8, 18, 19, 20)] == [1, 6, 7, 20]
+    assert likely_rows(config, 19, exact=True) == 19
 
 
 def test_gradients_are_refused_before_anything_travels() -> None:

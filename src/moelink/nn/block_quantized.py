@@ -30,7 +30,7 @@ from moelink.errors import ArgumentError, UnsupportedError
 from moelink.formats.casts import E4M3_MAX, amax, canonical_nan, divide, e4m3_to_f32, f32_to_e4m3
 from moelink.formats.fp8 import AMAX_FLOOR
 from moelink.nn.mxfp4 import Mxfp4Weight
-from moelink.rows.grouped_choice import few_rows, takes_gluon
+from moelink.rows.grouped_choice import takes_gluon, tile_rows
 
 BLOCK = 128
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -73,8 +73,9 @@ class BlockQuantized:
         return rows @ BlockQuantized(self.codes[group], self.scales[group]).dequantize().t()
 
     def launch(
-        self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor, *, follows_product: bool = False
-    ) -> None:
+        self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor, *, follows_product: bool = False,
+        likely_rows: int | None = None,
+    ) -> None:  # fmt: skip
         """Fill ``out`` by a kernel: on compute capability 9.0 by one in Gluon, for few rows of each group or for many,
         else by the Triton kernel."""
         given = codes, scales, row_offsets, self.codes, self.scales, out
@@ -82,10 +83,10 @@ class BlockQuantized:
             from moelink.rows.grouped_fp8 import launch
 
             launch(*given)
-        elif tile_rows := few_rows(len(codes), len(self.codes)):
+        elif few := tile_rows(likely_rows or len(codes), len(self.codes)):
             from moelink.rows.grouped_gluon_few import launch as launch_few
 
-            launch_few(*given, tile_rows, early=follows_product)
+            launch_few(*given, few, early=follows_product)
         else:
             from moelink.rows.grouped_gluon import launch as launch_many
 
@@ -235,10 +236,16 @@ def _grouped_fp8_fake(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight
 
 
 def launch_kernel(
-    codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, out: Tensor, *, follows_product: bool = False
-) -> None:
-    """Fill ``out`` by the kernel for such weights. ``follows_product``: a product of the same groups was launched, and
-    one launch since, so that a kernel may begin early (:mod:`moelink.rows.grouped_gluon`)."""
+    codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, out: Tensor, *, follows_product: bool = False,
+    likely_rows: int | None = None,
+) -> None:  # fmt: skip
+    """Fill ``out`` by the kernel for such weights.
+
+    Args:
+        follows_product: a product of the same groups was launched, and one launch since, so that a kernel may begin
+            early (:mod:`moelink.rows.grouped_gluon`).
+        likely_rows: as of :func:`moelink.rows.grouped_choice.tile_rows`; None for those of the buffer.
+    """
     from moelink.kernels.launch.device import is_interpreted
 
     if not codes.is_cuda and not is_interpreted():
@@ -246,7 +253,7 @@ def launch_kernel(
             "grouped_fp8: expected CUDA tensors for the kernel, or Triton's interpreter (TRITON_INTERPRET=1, set "
             f"before triton is imported), got tensors on {codes.device}; use implementation='torch'"
         )
-    weight.launch(codes, scales, row_offsets, out, follows_product=follows_product)
+    weight.launch(codes, scales, row_offsets, out, follows_product=follows_product, likely_rows=likely_rows)
 
 
 def multiply_by_group(codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, out: Tensor) -> None:

@@ -16,8 +16,8 @@ backend         multiplies by                                         needs
 All but ``dequantize`` take rows of format fp8_block128 alone. torch's own grouped products of fp8 take one scale a row,
 or the scales of MX formats, not one for each 128 elements; so ``torch`` is the twin. Products of rows in mxfp8 and
 nvfp4 need instructions of compute capability 10.0, and no backend uses them yet. On compute capability 9.0 ``triton``
-takes :mod:`moelink.rows.grouped_gluon` or, for few rows, :mod:`moelink.rows.grouped_gluon_few`, and ``mxfp4``, for few
-rows, :mod:`moelink.rows.grouped_gluon_mxfp4`.
+takes :mod:`moelink.rows.grouped_gluon` or, for few rows, :mod:`moelink.rows.grouped_gluon_few`, and ``mxfp4``
+:mod:`moelink.rows.grouped_gluon_mxfp4`.
 
 "auto" is never slower than "dequantize", which is the default. On compute capability 9.0 it takes ``triton``: both
 products and the activation take 0.35-0.79 of the time of bf16 for 4 to 4096 rows a group (``experts_h200.json``). Other
@@ -192,11 +192,11 @@ def quantize_for(backend: str, weight: Tensor) -> Weight:
 
 def multiply(
     backend: str, codes: Tensor, scales: Tensor, row_offsets: Tensor, weight: Weight, out: Tensor,
-    *, follows_product: bool = False,
+    *, follows_product: bool = False, likely_rows: int | None = None,
 ) -> None:  # fmt: skip
     """Fill ``out`` [R, N] with rows times the weights of their groups; arguments as ``grouped_fp8`` has them, and
-    ``follows_product`` as ``launch_kernel``."""
-    by_kernel = partial(launch_kernel, follows_product=follows_product)
+    ``follows_product`` and ``likely_rows`` as ``launch_kernel``."""
+    by_kernel = partial(launch_kernel, follows_product=follows_product, likely_rows=likely_rows)
     by: dict[str, Any] = {
         "triton": by_kernel, "torch": multiply_by_group, "flashinfer": _by_flashinfer,
         "mxfp4": by_kernel if eager.takes_kernels(codes) else multiply_by_group,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelink.arith import ceil_div
 from moelink.config import EPConfig
 from moelink.errors import ArgumentError, UnsupportedError
 from moelink.nn.parameters import SHARED, draw
@@ -38,6 +39,21 @@ def known_max_tokens(config: EPConfig, num_tokens: int) -> int | None:
     """Return ``max_tokens`` of a dispatch of this rank's ``num_tokens`` if only own tokens arrive here (one rank, or
     mode "allreduce"), else None: other ranks would have to be asked."""
     return num_tokens if config.world_size == 1 or config.mode == "allreduce" else None
+
+
+def likely_rows(config: EPConfig, rows: int, *, exact: bool = False) -> int:
+    """Return how many rows there are likely to be in a buffer of ``rows``, in layout "expert", without padding.
+
+    The buffer has room for the rows of all ranks' tokens and their padding, and uniform routing sends each rank as many
+    of these. If ``capacity`` is smaller, it is taken for the likely number. ``exact``: the buffer was cut to its rows.
+
+    Example: of 2 ranks with 4 experts each, 76 rows in groups of multiples of 4 have room for 64 rows, of which 32 are
+    likely.
+    """
+    if exact or rows == config.capacity:
+        return rows
+    align = config.row_alignment
+    return ceil_div(max(rows // align, rows - config.num_groups * (align - 1)), config.world_size)
 
 
 def grouped_experts(

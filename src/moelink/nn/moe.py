@@ -24,7 +24,7 @@ from moelink.errors import ArgumentError, ConfigError, StateError, UnsupportedEr
 from moelink.initialize import init
 from moelink.nn.aux_loss import AuxLossConfig, AuxLosses
 from moelink.nn.expert_backends import ExpertsBackend, choose_backend
-from moelink.nn.experts import Activation, known_max_tokens, refuse_experts
+from moelink.nn.experts import Activation, known_max_tokens, likely_rows, refuse_experts
 from moelink.nn.host_copies import HostCopies, keepers
 from moelink.nn.load import KIND, SCHEMA_VERSION, BalancedLayer, LoadMeter
 from moelink.nn.owned import ignored_by_ddp
@@ -380,7 +380,8 @@ class MoE(BalancedLayer):
         if pending is not None:
             recv = pending.wait()
         if quantized:
-            y = experts(recv.tokens, recv.scales, recv.row_offsets)
+            likely = likely_rows(config, len(recv.tokens), exact=self.host_counts)
+            y = experts(recv.tokens, recv.scales, recv.row_offsets, likely_rows=likely)
         else:
             rows = dequantized(recv, config, input_scale=input_scale, dtype=experts.down_proj.dtype)
             y = experts(rows, recv.row_offsets)

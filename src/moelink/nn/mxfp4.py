@@ -2,8 +2,8 @@
 
 Legend: ``G`` groups, ``N`` columns of the output, ``K`` columns of a row. Checkpoints have *blocks*
 [..., N, K / 32, 16] uint8, the even element in the low nibble, and *scales* [..., N, K / 32] uint8. The kernels
-(:mod:`moelink.rows.grouped_mxfp4`, and for few rows on compute capability 9.0 :mod:`moelink.rows.grouped_gluon_mxfp4`)
-read the same bits in another order, that of :class:`Mxfp4Weight`.
+(:mod:`moelink.rows.grouped_mxfp4`, and on compute capability 9.0 :mod:`moelink.rows.grouped_gluon_mxfp4`) read the same
+bits in another order, that of :class:`Mxfp4Weight`.
 
 Accuracy of the product, against exact arithmetic on the numbers of rows and weights: an element of the output is within
 the bound of :mod:`moelink.nn.block_quantized`, with e 2**-18 where sums are fp32. Tensor cores of compute capability
@@ -30,7 +30,8 @@ from moelink.formats.casts import (
     pack_e2m1,
     unpack_e2m1,
 )
-from moelink.rows.grouped_choice import few_rows, takes_gluon
+from moelink.rows.grouped_choice import takes_gluon, tile_rows
+from moelink.tuning import ROWS_OF_MXFP4
 
 BLOCK, GROUP = 128, 32
 """Elements of a row, and of a weight, that share a scale."""
@@ -146,20 +147,22 @@ class Mxfp4Weight:
         return out if bias is None else out + bias[group]
 
     def launch(
-        self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor, *, follows_product: bool = False
-    ) -> None:
-        """Fill ``out`` by a kernel: on compute capability 9.0, for few rows of each group and N a multiple of 4 (the
-        columns of a line of bytes), by one in Gluon, else by the Triton kernel, which begins behind any launch."""
+        self, codes: Tensor, scales: Tensor, row_offsets: Tensor, out: Tensor, *, follows_product: bool = False,
+        likely_rows: int | None = None,
+    ) -> None:  # fmt: skip
+        """Fill ``out`` by a kernel: on compute capability 9.0, for N a multiple of 4 (the columns of a line of bytes),
+        by one in Gluon, else by the Triton kernel, which begins behind any launch."""
         given = codes, scales, row_offsets, self.codes, self.scales, out
-        tile_rows = few_rows(len(codes), len(self.codes)) if takes_gluon(codes) else None
-        if tile_rows is None or self.codes.shape[2] % 4:
+        if not takes_gluon(codes) or self.codes.shape[2] % 4:
             from moelink.rows.grouped_mxfp4 import launch
 
             launch(*given)
         else:
-            from moelink.rows.grouped_gluon_mxfp4 import launch as launch_few
+            from moelink.rows.grouped_gluon_mxfp4 import launch as launch_by_gluon
 
-            launch_few(*given, tile_rows, early=follows_product)
+            tile = tile_rows(likely_rows or len(codes), len(self.codes), by_mean=ROWS_OF_MXFP4)
+            assert tile is not None, "the last mean is infinite"
+            launch_by_gluon(*given, tile, early=follows_product)
 
 
 def quantize_mxfp4(weight: Tensor) -> Mxfp4Weight:

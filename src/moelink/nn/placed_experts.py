@@ -6,7 +6,8 @@ Legend: ``R`` rows, ``H`` hidden_size, ``I`` intermediate_size, ``G`` groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -211,8 +212,11 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
             self.register_buffer(name, tensor)
         refuse_plain_checkpoints(self)
 
-    def forward(self, codes: Tensor, scales: Tensor, row_offsets: Tensor) -> Tensor:
+    def forward(self, codes: Tensor, scales: Tensor, row_offsets: Tensor, *, likely_rows: int | None = None) -> Tensor:
         """Rows by group, ``codes`` [R, H] and ``scales`` [H / 128, R] as dispatch gives them: [R, H] of ``dtype``.
+
+        Args:
+            likely_rows: rows that there are likely to be, by which the kernels are chosen; default R.
 
         Raises:
             ArgumentError: a shape, dtype or device does not fit.
@@ -224,6 +228,7 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
         return eager.run(  # type: ignore[no-any-return]
             torch.ops.moelink.quantized_experts, _quantized_experts, None, codes, scales, row_offsets, gate_up,
             gate_up_scales, down, down_scales, self.backend, self._clamp, self.dtype,
+            likely_rows=likely_rows or codes.shape[0],
         )  # fmt: skip
 
     @property
@@ -261,6 +266,16 @@ def refuse_gradients(
         )
 
 
+class _How(NamedTuple):
+    """How experts are computed: the clamp of their activation, or (), the dtype of the output, and the rows that there
+    are likely to be."""
+
+    backend: str
+    clamp: tuple[float, ...]
+    dtype: torch.dtype
+    likely_rows: int
+
+
 def _quantized_experts(
     codes: Tensor,
     scales: Tensor,
@@ -272,14 +287,16 @@ def _quantized_experts(
     backend: str,
     clamp: list[float],
     dtype: torch.dtype,
+    *,
+    likely_rows: int,
 ) -> Tensor:
     given = codes, scales, row_offsets, gate_up, gate_up_scales, down, down_scales
     if not codes.shape[0]:
-        return _quantized_experts_fake(*given, dtype)
-    rest = backend, tuple(clamp), dtype
+        return _quantized_experts_fake(*given, backend, clamp, dtype, likely_rows=likely_rows)
+    how = _How(backend, tuple(clamp), dtype, likely_rows)
     if backend in ("triton", "mxfp4") and eager.takes_kernels(codes):
-        return eager.repeated(given, _compute, *rest)[0]
-    return _compute(*given, *rest)[0][0]
+        return eager.repeated(given, _compute, how)[0]
+    return _compute(*given, how)[0][0]
 
 
 def _compute(
@@ -290,25 +307,25 @@ def _compute(
     gate_up_scales: Tensor,
     down: Tensor,
     down_scales: Tensor,
-    backend: str,
-    clamp: tuple[float, ...],
-    dtype: torch.dtype,
+    how: _How,
 ) -> tuple[tuple[Tensor], tuple[Tensor, ...]]:
     """Return the output, and the tensors between, of tensors that fit together."""
     first, second = weight_of(gate_up, gate_up_scales), weight_of(down, down_scales)
-    check_product(codes, scales, row_offsets, first, dtype)
-    between = codes.new_empty(codes.shape[0], first.shape[1], dtype=dtype)
-    out = codes.new_empty(codes.shape[0], second.shape[1], dtype=dtype)
-    multiply(backend, codes, scales, row_offsets, first, between)
-    bounds = Clamp(*clamp) if clamp else None
-    inner, inner_scales = quantize_activation(between, row_offsets, get_format(INNER_FORMAT), bounds)
-    multiply(backend, inner, inner_scales, row_offsets, second, out, follows_product=True)
+    check_product(codes, scales, row_offsets, first, how.dtype)
+    between = codes.new_empty(codes.shape[0], first.shape[1], dtype=how.dtype)
+    out = codes.new_empty(codes.shape[0], second.shape[1], dtype=how.dtype)
+    product = partial(multiply, how.backend, likely_rows=how.likely_rows)
+    product(codes, scales, row_offsets, first, between)
+    bounds = Clamp(*how.clamp) if how.clamp else None
+    inner, inner_scales = quantize_activation(
+        between, row_offsets, get_format(INNER_FORMAT), bounds, likely_rows=how.likely_rows
+    )
+    product(inner, inner_scales, row_offsets, second, out, follows_product=True)
     return (out,), (between, inner, inner_scales)
 
 
-def _quantized_experts_fake(codes: Tensor, *given: Any) -> Tensor:
-    scales, row_offsets, gate_up, gate_up_scales, down, down_scales = given[:6]
-    dtype = given[-1]
+def _quantized_experts_fake(codes: Tensor, *given: Any, likely_rows: int) -> Tensor:
+    scales, row_offsets, gate_up, gate_up_scales, down, down_scales, *_, dtype = given
     check_product(codes, scales, row_offsets, weight_of(gate_up, gate_up_scales), dtype)
     return codes.new_empty(codes.shape[0], weight_of(down, down_scales).shape[1], dtype=dtype)
 

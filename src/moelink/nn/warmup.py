@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from contextlib import nullcontext
+from math import inf
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from moelink.config import EPConfig
-from moelink.nn.experts import known_max_tokens
+from moelink.nn.experts import known_max_tokens, likely_rows
 from moelink.nn.placed_experts import Experts, QuantizedExperts
 from moelink.nn.router import Router
 from moelink.output import DispatchHandle, DispatchOutput, OutputShape
 from moelink.rows.dequantize import dequantized
 from moelink.rows.scale_rows import cast_rows, row_gradients
-from moelink.tuning import FEW_LOGITS, FEW_PRODUCTS, FEW_ROWS
+from moelink.tuning import FEW_LOGITS, FEW_PRODUCTS, FEW_ROWS, ROWS_OF_MXFP4
 
 
 class Layer(Protocol):
@@ -57,17 +58,22 @@ def _few_logits(weight: torch.Tensor) -> set[int]:
 
 def _by_rows(config: EPConfig, most: int, experts: Experts | QuantizedExperts) -> set[int]:
     """Return, for each number of rows at which a product takes other tiles, or the activation other steps, the most
-    tokens of calls whose buffers have no more. Calls have smaller buffers than those of ``most`` tokens if this rank
-    knows the tokens of all ranks."""
+    tokens of calls that are likely to have no more. Calls have smaller buffers than those of ``most`` tokens if this
+    rank knows the tokens of all ranks."""
     from moelink.rows.activation_kernel import rows_of_short_steps
 
     if known_max_tokens(config, most) is None:
         return set()
+    means = [int(mean) for mean, _ in (*FEW_ROWS, *ROWS_OF_MXFP4) if mean < inf]
     edges = [
         rows_of_short_steps(experts.down_proj.device, experts.sizes[2]),
-        *(room * config.num_groups for room, _ in FEW_ROWS),
+        *(mean * config.num_groups for mean in means),
     ]
-    return {bisect_right(range(most), edge, key=config.output_rows) - 1 for edge in edges} - {-1, 0}
+
+    def rows_of(bound: int) -> int:
+        return likely_rows(config, config.output_rows(bound))
+
+    return {bisect_right(range(most), edge, key=rows_of) - 1 for edge in edges} - {-1, 0}
 
 
 def _call(layer: Layer, config: EPConfig, bound: int, *, training: bool) -> None:
@@ -76,7 +82,7 @@ def _call(layer: Layer, config: EPConfig, bound: int, *, training: bool) -> None
     recv = received(config, bound, ids, training=training)
     experts = layer.experts
     if isinstance(experts, QuantizedExperts):
-        y = experts(recv.tokens, recv.scales, recv.row_offsets)
+        y = experts(recv.tokens, recv.scales, recv.row_offsets, likely_rows=likely_rows(config, len(recv.tokens)))
     else:
         rows = dequantized(recv, config, dtype=experts.down_proj.dtype)
         y = experts(rows, recv.row_offsets)

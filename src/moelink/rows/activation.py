@@ -160,12 +160,15 @@ def silu_and_quantize(
     return result
 
 
-def quantize_activation(x: Tensor, row_offsets: Tensor, fmt: Format, clamp: Clamp | None) -> tuple[Tensor, Tensor]:
-    """:func:`silu_and_quantize` to a built-in format with scales and without tiles, of arguments that fit."""
+def quantize_activation(
+    x: Tensor, row_offsets: Tensor, fmt: Format, clamp: Clamp | None, *, likely_rows: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """:func:`silu_and_quantize` to a built-in format with scales and without tiles, of arguments that fit.
+    ``likely_rows``: as of :func:`moelink.rows.grouped_choice.tile_rows`."""
     tokens, scales = _outputs(fmt, x, row_offsets.shape[0] - 1, None)
     assert scales is not None
     if eager.takes_kernels(x):
-        _launch(x, row_offsets, ActivationOutput(tokens, scales, None), None, fmt, clamp)
+        _launch(x, row_offsets, ActivationOutput(tokens, scales, None), None, fmt, clamp, likely_rows)
     else:
         _run_twin(x, row_offsets, tokens, scales, None, fmt, clamp)
     return tokens, scales
@@ -173,12 +176,14 @@ def quantize_activation(x: Tensor, row_offsets: Tensor, fmt: Format, clamp: Clam
 
 def _launch(
     x: Tensor, row_offsets: Tensor, out: ActivationOutput, input_scales: Tensor | None, fmt: Format,
-    clamp: Clamp | None,
+    clamp: Clamp | None, likely_rows: int | None = None,
 ) -> None:  # fmt: skip
     from moelink.rows import activation_kernel as kernel
 
     pair = None if clamp is None else (float(clamp.alpha), float(clamp.limit))
-    kernel.launch(x, row_offsets, out.tokens, out.scales, out.scales_offsets, input_scales, fmt, pair)
+    kernel.launch(
+        x, row_offsets, out.tokens, out.scales, out.scales_offsets, input_scales, fmt, pair, likely_rows=likely_rows
+    )
 
 
 def _check(

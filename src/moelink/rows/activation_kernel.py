@@ -151,7 +151,7 @@ def warps_of(elements: int) -> int:
 
 
 def rows_of_short_steps(device: torch.device, hidden: int) -> int:
-    """Return the rows of a buffer, of ``hidden`` columns of output, up to which steps are short.
+    """Return the likely rows, of ``hidden`` columns of output, up to which steps are short.
 
     With steps of the usual length they would be two for each SM, or fewer, and each takes its CTA more than a
     microsecond. No step is short on a CPU.
@@ -163,19 +163,21 @@ def launch(
     x: torch.Tensor, row_offsets: torch.Tensor, tokens: torch.Tensor, scales: torch.Tensor | None,
     scales_offsets: torch.Tensor | None, input_scales: torch.Tensor | None, fmt: Format,
     clamp: tuple[float, float] | None, *, block: int | None = None, num_programs: int | None = None,
-    native: bool | None = None,
+    native: bool | None = None, likely_rows: int | None = None,
 ) -> None:  # fmt: skip
     """Fill ``tokens`` and ``scales`` (in the format's layout) for the rows of ``x`` [rows, 2 H].
 
     Arguments are taken as ``moelink.activation`` has checked them. ``clamp`` is (alpha, limit). ``block``: elements of
-    a step; ``num_programs``: at most 8 for each SM; ``native``: use the device's narrow conversions.
+    a step; ``num_programs``: at most 8 for each SM; ``native``: use the device's narrow conversions;
+    ``likely_rows``: as of :func:`moelink.rows.grouped_choice.tile_rows`, None for those of ``x``.
     """
     (rows, columns), num_groups = x.shape, row_offsets.shape[0] - 1
     if not rows or not num_groups:
         return
     device = x.device
     native = has_native_casts(device) if native is None else native
-    elements = block or common.step_elements(device) // (4 if rows <= rows_of_short_steps(device, columns // 2) else 1)
+    are_few = (likely_rows or rows) <= rows_of_short_steps(device, columns // 2)
+    elements = block or common.step_elements(device) // (4 if are_few else 1)
     form = _form(fmt, columns // 2, num_groups, clamp, input_scales is not None, elements, native, x.is_cuda)
     common.launch(
         silu_and_quantize_kernel,

@@ -86,14 +86,16 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 def run(
-    operator: Any, body: Callable[..., Any], function: type[torch.autograd.Function] | None, *arguments: Any
-) -> Any:
+    operator: Any, body: Callable[..., Any], function: type[torch.autograd.Function] | None, *arguments: Any,
+    **numbers: int,
+) -> Any:  # fmt: skip
     """Call ``operator`` with ``arguments``: itself where something must see it, else by the ``function`` where a
-    tensor requires grad, else by its implementation ``body``. Without a ``function`` the operator has no gradient."""
+    tensor requires grad, else by its implementation ``body``. Without a ``function`` the operator has no gradient; only
+    then it takes ``numbers``."""
     if not is_unseen(arguments):
-        return operator(*arguments)
+        return operator(*arguments, **numbers)
     if torch.is_grad_enabled():
         for argument in arguments:
             if isinstance(argument, Tensor) and argument.requires_grad:
-                return operator(*arguments) if function is None else apply(function, *arguments)
-    return body(*arguments)
+                return operator(*arguments, **numbers) if function is None else apply(function, *arguments)
+    return body(*arguments, **numbers)

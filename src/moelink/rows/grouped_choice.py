@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,15 +19,15 @@ def takes_gluon(codes: Tensor) -> bool:
     return not is_interpreted()  # Gluon has no interpreted form
 
 
-def few_rows(rows: int, groups: int) -> int | None:
-    """Return the rows of a tile of :mod:`moelink.rows.grouped_gluon_few`, or for weights in mxfp4 of
-    :mod:`moelink.rows.grouped_gluon_mxfp4`, for a buffer of ``rows`` and ``groups`` of weights, None if the kernel for
-    many rows is faster.
+def tile_rows(likely_rows: int, groups: int, *, by_mean: Sequence[tuple[float, int]] = FEW_ROWS) -> int | None:
+    """Return the rows of a tile of :mod:`moelink.rows.grouped_gluon_few`, or with ``by_mean=ROWS_OF_MXFP4`` of
+    :mod:`moelink.rows.grouped_gluon_mxfp4`, by the mean rows of ``groups``; None if the kernel for many rows is faster.
 
-    The host knows the buffer, which is the worst case of so many tokens on every rank, and no group's size. So the
-    buffer chooses the tiles, and any division of its rows among the groups is right.
+    The host knows no group's size. It knows how many rows there are likely to be
+    (:func:`moelink.nn.experts.likely_rows`), of which uniform routing gives each group as many. The result is right for
+    any division of any rows.
 
-    >>> few_rows(64, 4), few_rows(65, 4), few_rows(4096, 4)
+    >>> tile_rows(40, 4), tile_rows(41, 4), tile_rows(4096, 4)
     (16, 32, None)
     """
-    return next((tile for room, tile in FEW_ROWS if rows <= room * groups), None)
+    return next((tile for mean, tile in by_mean if likely_rows <= mean * groups), None)

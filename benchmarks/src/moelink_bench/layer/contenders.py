@@ -24,7 +24,7 @@ from moelink.errors import UnsupportedError
 from moelink.nn import MoE
 from moelink.nn.block_quantized import BlockQuantized
 from moelink.nn.expert_backends import ExpertsBackend, multiply
-from moelink.nn.experts import grouped_matmul
+from moelink.nn.experts import grouped_matmul, likely_rows
 from moelink.nn.placed_experts import INNER_FORMAT, Experts, QuantizedExperts
 from moelink.nn.router import Routing
 from moelink.rows.dequantize import dequantized
@@ -190,7 +190,10 @@ def moelink_expert_parts(
     the products otherwise; other rows need no conversion.
     """
     if isinstance(experts, QuantizedExperts):
-        multiplied = functools.partial(multiply, experts.backend)
+
+        def multiplied(rows: Tensor, *given: Any) -> None:
+            multiply(experts.backend, rows, *given, likely_rows=likely_rows(ep.config, len(rows)))
+
         return fp8_expert_parts(multiplied, *quantized_weights(experts), experts.dtype)
 
     def convert(at: Rows) -> Rows:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from moelink.arith import ceil_div
 from moelink.formats import get_format
 from moelink.nn.block_quantized import BLOCK, BlockQuantized, launch_kernel, quantize_weight
 from moelink.nn.experts import group_of_rows
@@ -219,7 +220,7 @@ class FlashInferLayer(LayerContender):
             rank=at.rank, world_size=at.plan.ranks, max_tokens=at.max_tokens, topk=at.shape.topk,
             num_experts=at.shape.num_experts, hidden_size=at.shape.hidden_size,
         )  # fmt: skip
-        self._shape, self._weights = at.shape, at.weights
+        self._shape, self._weights, self._ranks = at.shape, at.weights, at.plan.ranks
         experts = ExpertMap(at.shape.num_experts, at.plan.ranks)
         self._first, self._local = experts.first(at.rank), experts.num_local(at.rank)
 
@@ -288,7 +289,10 @@ class FlashInferFp8Layer(FlashInferLayer):
         return codes.view(torch.uint8), scales
 
     def _expert_parts(self) -> tuple[Part, ...]:
-        return fp8_expert_parts(launch_kernel, *self._quantized)
+        def multiplied(rows: Tensor, *given: Any) -> None:
+            launch_kernel(rows, *given, likely_rows=ceil_div(len(rows), self._ranks))
+
+        return fp8_expert_parts(multiplied, *self._quantized)
 
 
 def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from moelink.integrations.transformers.padding import Padding
 from moelink.integrations.transformers.ranks import check_same, shared_by_ranks, total_over_ranks
 from moelink.nn import dequantized
 from moelink.nn.checkpoint import refuse_plain_checkpoints
-from moelink.nn.experts import group_of_rows, grouped_matmul, known_max_tokens, refuse_experts
+from moelink.nn.experts import group_of_rows, grouped_matmul, known_max_tokens, likely_rows, refuse_experts
 from moelink.nn.load import BalancedLayer, LoadMeter
 from moelink.nn.owned import Ownership, Wrapping, share_of_gradient
 from moelink.nn.parameters import KnowsRows
@@ -257,7 +257,10 @@ class ParallelExperts(KnowsRows, BalancedLayer):
     def _experts(self, recv: DispatchOutput) -> Tensor:
         if self.quantized is not None:
             assert recv.scales is not None
-            return self.quantized(recv.tokens, recv.scales, recv.row_offsets)  # type: ignore[no-any-return]
+            likely = likely_rows(self.ep.config, len(recv.tokens))
+            return self.quantized(  # type: ignore[no-any-return]
+                recv.tokens, recv.scales, recv.row_offsets, likely_rows=likely
+            )
         ranks = self.wrapping.ranks()
         tensors = {name: share_of_gradient(getattr(self, name), ranks) for name in self.form.stacked}
         return compute(self.form, tensors, recv, self.ep, self._peers)
