@@ -369,6 +369,25 @@ def test_arguments_are_refused():
         fmt.dequantize(torch.zeros(2, 128).to(torch.float8_e4m3fn), None)
 
 
+@pytest.mark.parametrize("name", [*QUANTISED, "bf16", "fp32", "fp64"])
+def test_codes_of_another_dtype_are_refused(name):
+    fmt = get_format(name)
+    rows = fmt.quantize(torch.linspace(-3, 3, 512).view(2, 256))
+    want = fmt.dequantize(rows.payload, rows.scales)
+    half = torch.zeros(rows.payload.shape, dtype=torch.float16)
+    with pytest.raises(ArgumentError, match=f"^payload: expected {fmt.payload_dtype}.*'{name}'.*, got torch.float16"):
+        fmt.dequantize(half, rows.scales)
+    if rows.scales is not None:
+        half = torch.ones(rows.scales.shape, dtype=torch.float16)
+        with pytest.raises(ArgumentError, match=f"^scales: expected {fmt.scale_dtype}.*'{name}'.*, got torch.float16"):
+            fmt.dequantize(rows.payload, half)
+    as_bytes = [
+        codes.view(torch.uint8) if codes is not None and codes.dtype.itemsize == 1 else codes
+        for codes in (rows.payload, rows.scales)
+    ]
+    assert torch.equal(fmt.dequantize(*as_bytes), want)
+
+
 def test_tolerance_of_bf16_is_half_an_ulp_and_reached():
     x = torch.tensor([[1 + 2.0**-8 - 2.0**-20, 1 + 2.0**-8, -3.14159, 1e-20]])
     fmt = get_format("bf16")

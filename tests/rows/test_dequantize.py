@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import moelink.rows.dequantize  # noqa: F401 - registers the operator
+import moelink
 from moelink import get_format
 from moelink.kernels.launch.device import is_interpreted
 from moelink.rows import dequantize_kernel as kernel
+from moelink.rows.dequantize import _by_kernel
 
 FORMATS = ("fp8_block128", "mxfp8", "nvfp4", "mxfp4", "fp8_block128_e8m0", "fp8_token")
 HIDDEN = {
@@ -93,6 +94,16 @@ def test_scales_by_row_as_layout_rank_has_them(name: str, device: str) -> None:
         kernel.launch(tokens, scales, offsets, None, input_scale, out, fmt, by_row=True)
         assert torch.equal(out[:count], expected)
         assert bool((out[count:] == 7).all()), "rows that do not exist are not written"
+
+
+@pytest.mark.quick("milliseconds, each another path")
+@pytest.mark.parametrize("path", ["operator", "kernel"])
+def test_rows_that_are_no_codes_are_refused(path: str) -> None:
+    rows, offsets = torch.ones(2, 128, dtype=torch.bfloat16), torch.tensor([0, 2], dtype=torch.int32)
+    given = (rows, torch.ones(1, 2), offsets)
+    call, absent = (torch.ops.moelink.dequantize_rows, None) if path == "operator" else (_by_kernel, False)
+    with pytest.raises(moelink.ArgumentError, match=r"^payload: expected torch.float8_e4m3fn.*got torch.bfloat16"):
+        call(*given, absent, absent, "fp8_block128", 128, torch.float32, False)
 
 
 def test_the_example_of_the_kernel() -> None:

@@ -135,7 +135,11 @@ class Format(ABC):
 
     @abstractmethod
     def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
-        """Return [n, hidden] fp32 (fp64 for format fp64) from payload and row-major scales."""
+        """Return [n, hidden] fp32 (fp64 for format fp64) from payload and row-major scales.
+
+        Raises:
+            ArgumentError: one of them has not the dtype of the format. Dtypes of a byte may come as uint8.
+        """
 
     def codec(self) -> Any:
         """Return the Triton codec: device functions of the same arithmetic, bit for bit. Imports triton."""
@@ -195,8 +199,19 @@ def join(fmt: Format, values: Tensor, scales: Tensor) -> Tensor:
     return (_parts(fmt, values) * scales[..., None]).view(values.shape)
 
 
-def require_scales(fmt: Format, scales: Tensor | None) -> Tensor:
-    """Return ``scales``, which ``fmt.dequantize`` needs. Raises ArgumentError for None."""
+def require_codes(fmt: Format, payload: Tensor, scales: Tensor | None) -> Tensor:
+    """Return ``scales``, which ``fmt.dequantize`` needs. Raises ArgumentError for None, and for other dtypes."""
+    check_codes(fmt, "payload", payload, fmt.payload_dtype)
     if scales is None:
         raise ArgumentError("scales", f"the scales of format {fmt.name!r}", None)
+    check_codes(fmt, "scales", scales, fmt.scale_dtype)
     return scales
+
+
+def check_codes(fmt: Format, name: str, codes: Tensor, dtype: torch.dtype | None) -> None:
+    """Raise ArgumentError for codes of ``fmt`` of another dtype than ``dtype``, whose bytes would be read as codes.
+    Codes of a byte may be uint8."""
+    if codes.dtype == dtype or dtype is None or (codes.dtype == torch.uint8 and dtype.itemsize == 1):
+        return
+    bits = ", or its bits as torch.uint8," if dtype.itemsize == 1 and dtype != torch.uint8 else ""
+    raise ArgumentError(name, f"{dtype}{bits} (format {fmt.name!r})", codes.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moelink.formats.base import BuiltIn, Quantized, join, require_scales, split
+from moelink.formats.base import BuiltIn, Quantized, join, require_codes, split
 from moelink.formats.casts import (
     E2M1_MAX,
     E8M0_NAN,
@@ -75,7 +75,8 @@ class MXFP4(FP4):
         return Quantized(payload, code.view(self.scale_dtype))
 
     def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
-        return join(self, self.decode(payload), e8m0_to_f32(require_scales(self, scales)))
+        scales = require_codes(self, payload, scales)
+        return join(self, self.decode(payload), e8m0_to_f32(scales))
 
 
 class NVFP4(FP4):
@@ -113,5 +114,5 @@ class NVFP4(FP4):
         return Quantized(self.encode(groups / (sf / s)[..., None], sf == 0), scales)
 
     def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
-        sf = e4m3_to_f32(require_scales(self, scales))
+        sf = e4m3_to_f32(require_codes(self, payload, scales))
         return join(self, self.decode(payload), sf / self._global(sf, input_scale))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moelink.arith import ceil_div
-from moelink.formats.base import BuiltIn, Quantized, ScaleLayout, join, require_scales, split
+from moelink.formats.base import BuiltIn, Quantized, ScaleLayout, join, require_codes, split
 from moelink.formats.casts import (
     E4M3_MAX,
     amax,
@@ -56,7 +56,8 @@ class FP8Block128(BuiltIn):
         return Quantized(f32_to_e4m3(groups / scales[..., None]).view(x.shape), scales)
 
     def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
-        return join(self, e4m3_to_f32(payload), require_scales(self, scales))
+        scales = require_codes(self, payload, scales)
+        return join(self, e4m3_to_f32(payload), scales)
 
 
 class FP8Token(FP8Block128):
@@ -111,7 +112,7 @@ class FP8Block128E8M0(BuiltIn):
         return Quantized(payload.view(x.shape), words)
 
     def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
-        words = require_scales(self, scales)
+        words = require_codes(self, payload, scales)
         # With one word a row the strides are arbitrary; flattened words can be viewed as bytes.
         codes = words.reshape(-1).view(torch.uint8).view(words.shape[0], words.shape[1] * PER_WORD)
         return join(self, e4m3_to_f32(payload), e8m0_to_f32(codes[:, : payload.shape[1] // self.group]))
@@ -146,4 +147,5 @@ class MXFP8(BuiltIn):
         return Quantized(payload.view(x.shape), code.view(self.scale_dtype))
 
     def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
-        return join(self, e4m3_to_f32(payload), e8m0_to_f32(require_scales(self, scales)))
+        scales = require_codes(self, payload, scales)
+        return join(self, e4m3_to_f32(payload), e8m0_to_f32(scales))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moelink.formats.base import BuiltIn, Quantized, check_rows
+from moelink.formats.base import BuiltIn, Quantized, check_codes, check_rows
 from moelink.formats.casts import to_bf16
 
 
@@ -26,6 +26,7 @@ class Plain(BuiltIn):
         return Quantized(x.to(self.payload_dtype), None)
 
     def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
+        check_codes(self, "payload", payload, self.payload_dtype)
         return payload.to(torch.float32)
 
 
@@ -56,4 +57,5 @@ class FP64(Plain):
     input_dtypes = (*BuiltIn.input_dtypes, torch.float64)
 
     def dequantize(self, payload: Tensor, scales: Tensor | None, input_scale: Tensor | None = None) -> Tensor:
+        check_codes(self, "payload", payload, self.payload_dtype)
         return payload

@@ -10,6 +10,7 @@ from torch import Tensor
 from moelink.config import EPConfig
 from moelink.errors import UnsupportedError
 from moelink.formats import get_format
+from moelink.formats.base import require_codes
 from moelink.formats.plain import Plain
 from moelink.output import DispatchOutput, carrier_of
 from moelink.rows import eager
@@ -163,8 +164,10 @@ def _by_kernel(tokens: Tensor, scales: Tensor, row_offsets: Tensor, *given: Any)
 
     *tensors, has_offsets, has_scale, format, hidden_size, dtype, by_row = given
     offsets, scale = tensors[0] if has_offsets else None, tensors[-1] if has_scale else None
+    fmt = get_format(format)
+    require_codes(fmt, tokens, scales)
     out = torch.empty(tokens.shape[0], hidden_size, dtype=dtype, device=tokens.device)
-    launch(tokens, scales, row_offsets, offsets, scale, out, get_format(format), by_row=by_row)
+    launch(tokens, scales, row_offsets, offsets, scale, out, fmt, by_row=by_row)
     return (out,), ()
 
 
