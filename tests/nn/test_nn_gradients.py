@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +14,14 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 import moelink
-from moelink.nn import all_reduce_gradients, clip_grad_norm_, fully_shard
+from moelink.nn import (
+    all_reduce_gradients,
+    clip_grad_norm_,
+    fully_shard,
+    local_state_dict,
+    merge_state_dicts,
+    update_router_bias,
+)
 from moelink.testing import run_ranks
 from tests.nn.plain_moe import SIZES, Model, close, full_state, joined, loss_of, plain_gradients, plain_model, tokens
 
@@ -127,10 +136,22 @@ def test_fully_shard_leaves_experts_to_their_rank_and_sums_gradients() -> None:
         close(result["norm"], norm, "norm")
 
 
+def test_a_list_of_layers_is_no_model() -> None:
+    calls: list[Callable[[Any], object]] = [
+        all_reduce_gradients, partial(clip_grad_norm_, max_norm=1.0), partial(update_router_bias, rate=0.1),
+        partial(local_state_dict, full={}), partial(merge_state_dicts, parts=[{}]),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(moelink.ArgumentError, match=r"^model: expected a torch.nn.Module .*, got a list"):
+            call([torch.nn.Linear(1, 1)])
+
+
 def of_a_fused_shared_expert(rank: int, world_size: int) -> tuple[Tensor, dict[str, Tensor]]:
     with moelink.init(**SIZES, fused_shared_expert=True) as ep:
         model = Model(ep)
         loss_of(model(tokens(rank))).backward()
+        with pytest.raises(moelink.ArgumentError, match=r"^model: expected a torch.nn.Module .*, got a list"):
+            all_reduce_gradients([model])  # type: ignore[arg-type]
         all_reduce_gradients(model)
         return clip_grad_norm_(model, MOST), by_name(model)
 

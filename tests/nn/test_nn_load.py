@@ -55,8 +55,9 @@ def test_counting_compiles_without_a_graph_break() -> None:
 
 
 def test_a_meter_keeps_a_step_at_least() -> None:
-    with pytest.raises(moelink.ConfigError, match="^load_steps: expected"):
-        LoadMeter(4, steps=0)
+    for steps in (0, "x", True, 1.0):
+        with pytest.raises(moelink.ConfigError, match="^load_steps: expected an integer >= 1"):
+            LoadMeter(4, steps=steps)  # type: ignore[arg-type]
 
 
 class Model(torch.nn.Module):

@@ -249,6 +249,8 @@ def test_what_is_wrong_with_a_checkpoint_is_named() -> None:
         local_state_dict(model, {**full, "experts.gate_up_proj": full["experts.gate_up_proj"][1:]})
     with pytest.raises(moelink.ArgumentError, match="6 experts in all, got 12 in 2 parts"):
         merge_state_dicts(model, [full, full])
+    with pytest.raises(moelink.ArgumentError, match="^parts: expected the state_dicts of all ranks.*, got none"):
+        merge_state_dicts(model, [])
 
 
 def test_a_layer_without_memory_gets_its_weights_assigned() -> None:
@@ -289,7 +291,7 @@ def test_what_cannot_be_is_named() -> None:
         ("num_groups", {}, {"router": RouterConfig(num_groups=4)}),
         ("shared_expert", {"fused_shared_expert": True}, {"shared_expert": shared}),
         ("shared_expert", {"mode": "allreduce"}, {"shared_expert": shared}),
-        ("load_steps", {}, {"load_steps": -1}),
+        *(("load_steps", {}, {"load_steps": steps}) for steps in (-1, "x", False, True, 0.0, 1.5)),
         ("router", {}, {"router": "softmax"}),
         ("aux_loss", {}, {"aux_loss": 0.1}),
         ("placement", {}, {"placement": (0, 1, 2, 3)}),

@@ -36,7 +36,7 @@ BUDGET = {
     "transports/symmetric": 2277,
     "contract": 2420,
     "ops": 1997,
-    "nn": 5068,
+    "nn": 5081,
     "integrations": 4750,
     "tracing": 545,
     "tracing/device": 524,

@@ -110,7 +110,7 @@ class LoadMeter(KeepsBuffers):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if steps < 1:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigError("load_steps", "an integer >= 1, or 0 in a layer that counts nothing", steps)
         self.rank, self.world_size, self.replicated = rank, world_size, replicated
         for name, shape in (("total", (num_experts,)), ("recent", (steps, num_experts)), ("step", ())):

@@ -139,6 +139,8 @@ class MoE(BalancedLayer):
             if isinstance(host_copies, bool) or host_copies not in range(config.world_size):
                 expected = f"an integer in [0, {config.world_size}), as only other ranks keep copies"
                 raise ConfigError("host_copies", expected, host_copies)
+            if isinstance(load_steps, bool) or not isinstance(load_steps, int) or load_steps < 0:
+                raise ConfigError("load_steps", "an integer >= 0", load_steps)
             self.copies = HostCopies(host_copies)
             device, dtype = device or self.ep.device, dtype or config.combine_dtype
             if config.batch_invariant:

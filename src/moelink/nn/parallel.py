@@ -25,8 +25,14 @@ from moelink.nn.owned import OwnedTensor, owned_gradients
 from moelink.nn.placed_experts import PlacedExperts
 
 
+def _require_module(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError("model", "a torch.nn.Module (torch.nn.ModuleList for several)", f"a {type(model).__name__}")
+
+
 def _experts_by_key(model: torch.nn.Module) -> dict[str, PlacedExperts]:
     """The owner of each stacked tensor, by its name in the state_dict of ``model``."""
+    _require_module(model)
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, PlacedExperts))
     return {f"{name}.{part}".lstrip("."): module for name, module in named for part in module.stacked}
 
@@ -51,11 +57,12 @@ def all_reduce_gradients(
             ``("replica", "expert")`` and a communicator over ``"expert"``, ``mesh["replica"].get_group()``.
 
     Raises:
-        ArgumentError: ``replicas`` is missing, or is not one rank of each communicator.
+        ArgumentError: ``replicas`` is missing, or is not one rank of each communicator; or ``model`` is no module.
         UnsupportedError: a parameter mixes a fused shared expert with those of this rank.
         PeerTimeoutError: on CPUs, a rank did not come within the ``timeout`` of the model's communicators, or
             (PeerLostError) is gone. It names the rank; the group cannot be used any more.
     """
+    _require_module(model)
     if not dist.is_initialized():
         return
     owned = owned_gradients(model)
@@ -93,6 +100,7 @@ def update_router_bias(model: torch.nn.Module, rate: float, *, group: dist.Proce
     """
     if not (math.isfinite(rate) and rate > 0):
         raise ArgumentError("rate", "a positive number", rate)
+    _require_module(model)
     layers = [module for module in model.modules() if isinstance(module, MoE) and module.router_load is not None]
     if not layers:
         raise ArgumentError("model", "layers with RouterConfig(correction_bias=True)", f"{type(model).__name__}")
@@ -129,10 +137,11 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
-        ArgumentError: ``group`` has not the ranks of whole communicators.
+        ArgumentError: ``group`` has not the ranks of whole communicators, or ``model`` is no module.
         PeerTimeoutError: as :func:`all_reduce_gradients`.
         UnsupportedError: a parameter mixes a fused shared expert with those of this rank.
     """
+    _require_module(model)
     owned = owned_gradients(model)
     replicated, own = _gradients(model, owned)
     largest = math.isinf(norm_type)
@@ -233,8 +242,10 @@ def merge_state_dicts(model: torch.nn.Module, parts: Sequence[Mapping[str, Tenso
     """The full state_dict of ``model`` from the parts of all ranks, in rank order. Replicated values are rank 0's.
 
     Raises:
-        ArgumentError: the parts do not add up to all experts.
+        ArgumentError: there are no parts, or they do not add up to all experts.
     """
+    if not parts:
+        raise ArgumentError("parts", "the state_dicts of all ranks, in rank order", "none")
     full = dict(parts[0])
     for key, owner in _experts_by_key(model).items():
         shared = owner.num_shared
