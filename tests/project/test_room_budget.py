@@ -37,7 +37,7 @@ BUDGET = {
     "contract": 2420,
     "ops": 1997,
     "nn": 5081,
-    "integrations": 4750,
+    "integrations": 4762,
     "tracing": 545,
     "tracing/device": 524,
     "tools": 366,

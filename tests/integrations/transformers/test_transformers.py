@@ -117,6 +117,14 @@ def test_a_configuration_that_names_no_topk(monkeypatch: pytest.MonkeyPatch) -> 
         assert parallel.ep.config.topk == 2
 
 
+def test_another_topk_than_that_of_the_configuration() -> None:
+    model = build("mixtral")
+    with pytest.raises(moelink.ConfigError, match="^topk: expected None or 2, as the model's configuration .*, got 3"):
+        parallelize(model, topk=3, **ONE)
+    with parallelize(model, topk=2, **ONE) as parallel:
+        assert parallel.ep.config.topk == 2
+
+
 def test_rows_of_another_width() -> None:
     model = build("mixtral")
     with parallelize(model, **ONE), torch.no_grad():

@@ -201,12 +201,25 @@ def refuse_attached(module: nn.Module) -> None:
         )
 
 
-def topk_of(model: Any, module: Any) -> int:
-    """Return how many experts a token takes, as the configuration of ``module`` or that of ``model`` has it.
+def topk_of(model: Any, module: Any, given: int | None = None) -> int:
+    """Return how many experts a token takes, as the configuration of ``module`` or that of ``model`` has it, or else
+    ``given``.
 
     Raises:
-        ArgumentError: neither has it.
+        ArgumentError: neither has it, and it is not given.
+        ConfigError: another number is given.
     """
+    known = _configured_topk(model, module)
+    count = known if given is None else given
+    if count is None:
+        expected = f"the number of experts of a token, as the model's configuration has none of {', '.join(_TOPK)}"
+        raise ArgumentError("topk", expected, None)
+    if known not in (None, count):
+        raise ConfigError("topk", f"None or {known}, as the model's configuration has it", count)
+    return count
+
+
+def _configured_topk(model: Any, module: Any) -> int | None:
     whole = getattr(model, "config", None)
     for config in (getattr(module, "config", None), whole and whole.get_text_config(), whole):
         for name in _TOPK:
@@ -215,8 +228,7 @@ def topk_of(model: Any, module: Any) -> int:
                 value = value[0]
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
-    expected = f"the number of experts of a token, as the model's configuration has none of {', '.join(_TOPK)}"
-    raise ArgumentError("topk", expected, None)
+    return None
 
 
 def _shape_of(module: Any, up: str, transposed: bool) -> tuple[int, int, int]:

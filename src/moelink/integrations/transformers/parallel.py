@@ -220,8 +220,8 @@ def parallelize(
 
     Raises:
         ArgumentError: the model has no experts that use the interface, or is empty without a ``checkpoint``.
-        ConfigError: there are fewer experts than ranks, ``placement`` is of another number of experts, or as
-            :func:`moelink.init`.
+        ConfigError: there are fewer experts than ranks, ``placement`` is of another number of experts, ``topk`` is not
+            that of the model's configuration, or as :func:`moelink.init`.
         UnsupportedError: experts of a form that is not supported, or transformers of such a release.
         CheckpointError: a file or tensor is missing; raised on every rank when one meets it.
     """
@@ -321,7 +321,7 @@ def from_pretrained(
 
 def _shape_of(model: PreTrainedModel, layers: dict[str, Any], forms: dict[str, Form], topk: int | None) -> Shape:
     shapes = {
-        Shape(form.num_experts, topk_of(model, layers[name]) if topk is None else topk, form.hidden_size, form.dtype)
+        Shape(form.num_experts, topk_of(model, layers[name], topk), form.hidden_size, form.dtype)
         for name, form in forms.items()
     }
     if not shapes:

@@ -116,7 +116,7 @@ def register(
                     "change one of them"
                 )
             self.experts, self.group, self.form = experts, ep_mesh.get_group(), form_of(experts)
-            count = topk_of(None, experts) if topk is None else topk
+            count = topk_of(None, experts, topk)
             num_experts = self.num_local_experts * ep_mesh.size()
             shape = Shape(num_experts, count, self.form.hidden_size, self.form.dtype)
             device = device_of(ep_mesh.device_type)
