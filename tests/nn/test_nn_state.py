@@ -146,11 +146,14 @@ def test_a_copied_layer_has_parameters_of_its_own_over_the_same_communicator() -
 
 
 def test_pickling_a_layer_says_what_to_save(tmp_path: Path) -> None:
+    said = "^copy or pickle: .*got a Communicator, .*; use it as it is, or make it again in another process"
     with moelink.init(num_experts=4, **SIZES) as ep:
         layer = torch.nn.Sequential(MoE(ep, intermediate_size=16))
         for save in (pickle.dumps, lambda each: torch.save(each, tmp_path / "model.pt")):
-            with pytest.raises(moelink.UnsupportedError, match="got a Communicator; make it again"):
+            with pytest.raises(moelink.UnsupportedError, match=said):
                 save(layer)
+        with pytest.raises(moelink.UnsupportedError, match=said):
+            copy.copy(ep)
         torch.save(layer.state_dict(), tmp_path / "model.pt")
 
 

@@ -31,7 +31,7 @@ BUDGET = {
     "kernels/nodes": 1353,
     "kernels/sync": 1317,
     "rows": 4261,
-    "transports": 2078,
+    "transports": 2090,
     "transports/collective": 1829,
     "transports/symmetric": 2277,
     "contract": 2420,

@@ -158,6 +158,20 @@ def test_a_result_asked_for_after_close_is_an_error(transport, phase):
     assert early.wait().tokens is rows, "what was there before stays"
 
 
+def test_a_look_at_a_result_before_wait_says_to_wait():
+    d = data(0)
+    with moelink.init(**SIZES) as ep, moelink.init_devices(["cpu"], **SIZES) as devices:
+        dispatched = [ep.dispatch_async(d.x, d.topk_ids), devices.dispatch_async([d.x], [d.topk_ids])]
+        (recv, recvs) = (each.wait() for each in dispatched)
+        combined = [ep.combine_async(recv.tokens, recv), devices.combine_async([recvs[0].tokens], recvs)]
+        for pending in dispatched + combined:
+            for name in ("tokens", "shape"):
+                with pytest.raises(AttributeError, match=f"^{name}: .*call wait"):
+                    getattr(pending, name)
+                assert not hasattr(pending, name)
+            pending.wait()
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_mismatched_call_fails_whenever_it_is_waited_for_and_so_does_the_next(transport):
     xs, ids, weights = zip(*((d.x, d.topk_ids, d.topk_weights) for d in map(data, range(3))), strict=True)

@@ -37,8 +37,8 @@ class OfThisProcess:
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
-            f"pickle: expected an object that another process can have, got a {type(self).__name__}; make it again "
-            "there, and load the model from its state_dict"
+            f"copy or pickle: expected an object without peers, got a {type(self).__name__}, which is this process's; "
+            "use it as it is, or make it again in another process, and load the model from its state_dict there"
         )
 
 

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from moelink.errors import ClosedError, MembershipError, PeerError, StateError
 from moelink.output import DispatchOutput, take_over
@@ -78,7 +78,19 @@ class IntoEarlier:
         return [take_over(output, by) for output, by in zip(self._outputs, made, strict=True)]
 
 
-class PendingOperation(Generic[T]):
+class UnderWay(Generic[T]):
+    """A call under way, which says so where it is taken for its result."""
+
+    if not TYPE_CHECKING:  # a type checker takes any name if it sees __getattr__
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"{name}: expected an attribute of a call under way, got one that only its result may have; call "
+                "wait(), which returns the result"
+            )
+
+
+class PendingOperation(UnderWay[T]):
     """A dispatch or combine under way, as ``dispatch_async`` and ``combine_async`` return it.
 
     Inputs must stay alive and unmodified until :meth:`wait` has returned. One that is dropped without :meth:`wait` is
@@ -137,7 +149,7 @@ class PendingOperation(Generic[T]):
         return result
 
 
-class PendingSingle(Generic[T]):
+class PendingSingle(UnderWay[T]):
     """A dispatch or combine of one rank under way. Inputs must stay alive and unmodified until ``wait`` returns."""
 
     def __init__(self, finish: Callable[[], T]) -> None:
