@@ -17,6 +17,7 @@ from tests.rows.grouped_fp8_cases import (
     TENSOR_CORES,
     Problem,
     assert_replays_follow_the_offsets,
+    assert_the_counter_is_zero_again,
     error_over_bound,
     problem,
 )
@@ -123,6 +124,12 @@ def test_a_captured_product_follows_the_offsets(fill: Callable[..., None]) -> No
     with torch.cuda.graph(graph):
         fill(given, out)
     assert_replays_follow_the_offsets(graph, given, out)
+
+
+def test_the_counter_of_tiles_is_zero_again(fill: Callable[..., None]) -> None:
+    """Also with more CTAs than tiles, of which there may be none."""
+    given = problem((4, 260, 0, 64), 200, 384, 600, device="cuda")
+    assert_the_counter_is_zero_again(fill, given, product(fill, given))
 
 
 def test_products_of_several_streams_and_graphs_run_at_once(fill: Callable[..., None]) -> None:

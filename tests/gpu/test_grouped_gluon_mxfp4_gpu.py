@@ -18,6 +18,7 @@ from tests.rows.grouped_fp8_cases import (
     TENSOR_CORES,
     Problem,
     assert_replays_follow_the_offsets,
+    assert_the_counter_is_zero_again,
     biased,
     error_over_bound,
     problem,
@@ -105,6 +106,17 @@ def test_a_captured_product_follows_the_offsets(tile_rows: int) -> None:
     with torch.cuda.graph(graph):
         launch(given.codes, given.scales, given.offsets, given.weight.codes, given.weight.scales, out, tile_rows)
     assert_replays_follow_the_offsets(graph, given, out)
+
+
+def test_the_counter_of_tiles_is_zero_again(tile_rows: int) -> None:
+    """Also with more CTAs than tiles, of which there may be none."""
+    given = problem((4, 260, 0, 64), 200, 384, 600, device="cuda", kind="mxfp4")
+
+    def fill(given: Problem, out: torch.Tensor, **options: Any) -> None:
+        weight = given.weight.codes, given.weight.scales
+        launch(given.codes, given.scales, given.offsets, *weight, out, tile_rows, **options)
+
+    assert_the_counter_is_zero_again(fill, given, product(tile_rows, given))
 
 
 def test_an_early_product_follows_the_offsets_that_a_product_before_it_had(tile_rows: int) -> None:

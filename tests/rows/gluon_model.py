@@ -205,6 +205,14 @@ class Language:
         pointer.data[pointer.at] += value
         return found
 
+    def atomic_xchg(self, pointer: Pointer, value: int, *, sem: str) -> int:
+        assert sem == "relaxed"
+        self.switch()
+        assert self.followed, TOO_EARLY
+        found = int(pointer.data[pointer.at])
+        pointer.data[pointer.at] = value
+        return found
+
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if layout == "barriers":
             return Barriers(shape[0])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moelink.formats import get_format
+from moelink.kernels.launch.row_launch import row_launcher
 from moelink.nn.block_quantized import BlockQuantized, Weight, quantize_weight
 from moelink.nn.mxfp4 import Mxfp4Weight
 from moelink.reference.rounding import E2M1_VALUES
@@ -133,3 +135,16 @@ def assert_replays_follow_the_offsets(graph: torch.cuda.CUDAGraph, given: Proble
         graph.replay()
         assert error_over_bound(out, given, TENSOR_CORES) <= 1
         assert (out[given.rows :] == POISON).all()
+
+
+def assert_the_counter_is_zero_again(fill: Callable[..., None], given: Problem, out: Tensor) -> None:
+    """Whether products by ``fill(given, out)``, of other groups each, leave zeros in the stream's counter of tiles."""
+    counter = row_launcher().tile_counters.of(out.device)
+    for sizes in ((4, 260, 0, 64), (1, 0, 0, 0), (0, 0, 0, 0), (128, 100, 60, 40)):
+        given.offsets.copy_(torch.tensor([0, *sizes]).cumsum(0))
+        for num_programs in (1, 7, 131):
+            for early in (False, True):
+                out.fill_(POISON)
+                fill(given, out, num_programs=num_programs, early=early)
+                assert error_over_bound(out, given, TENSOR_CORES) <= 1
+                assert not counter.any()

@@ -99,7 +99,7 @@ def compiled(kind, weight, out, *rows):
     kernel, constants, codes, by, options, consumers, registers = launch_of(kind, weight, *rows)
     arguments = {
         "codes": codes, "scales": "*fp32", "row_offsets": "*i32", "weight_scales": "*fp32", **by, "out": f"*{out}",
-        "rows": "i32", **({} if kind == "mxfp4" else {"counter": "*i32"}),
+        "rows": "i32", "counter": "*i32",
     }  # fmt: skip
     made = source(kernel, arguments, {"S": constants})
     made = GluonASTSource(made.fn, made.signature, made.constants, made.attrs)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moelink.kernels.launch.tile_counters import WORDS
 from moelink.rows import grouped_gluon, grouped_gluon_few, grouped_gluon_mxfp4
 from tests.kernels.test_kernels_aot import SPILLED, output_of
 from tests.rows.gluon_model import Descriptor, Language, Pointer, rebuilt, run_in_turn
@@ -20,14 +21,13 @@ from tests.rows.grouped_fp8_cases import FP32_SUMS, POISON, Problem, error_over_
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel: its module and name there, its launch constants for weights of a shape, the rows of the boxes in which
-    it loads rows and weights, and whether its CTAs take tiles by a counter."""
+    """A kernel: its module and name there, its launch constants for weights of a shape, and the rows of the boxes in
+    which it loads rows and weights."""
 
     module: ModuleType
     name: str
     constants_of: Callable[..., Any]
     boxes: tuple[int, int]
-    counted: bool = True
 
     def constants(self, weight: Any, early: bool) -> SimpleNamespace:
         """Launch constants as numbers."""
@@ -42,21 +42,22 @@ class Source:
 
     def run(
         self, given: Problem, out: torch.Tensor, *, programs: int = 2, seed: int = 0, early: bool = False,
-        language: Language | None = None,
+        language: Language | None = None, seen: Sequence[torch.Tensor] = (),
     ) -> None:  # fmt: skip
-        """Do what the kernel's source does with ``given``, in all CTAs in turn, or in the one of ``language``."""
-        S, counter = self.constants(given.weight, early), torch.zeros(1, dtype=torch.int32)
+        """Do what the kernel's source does with ``given``, in all CTAs in turn, or in the one of ``language``.
+        ``seen``: the offsets that each CTA finds, in place of those of ``given``."""
+        S, counter = self.constants(given.weight, early), torch.zeros(WORDS, dtype=torch.int32)
         ctas = [language] if language else [Language(each, programs, seed + each) for each in range(programs)]
-        counters = (Pointer(counter),) if self.counted else ()
 
-        def run(cta: Language) -> None:
+        def run(cta: Language, offsets: torch.Tensor) -> None:
             rebuilt(self.module, self.name, cta)(
                 Descriptor(given.codes, (self.boxes[0], 128)), Pointer(given.scales),
-                Pointer(given.offsets, early=early), *self.weights(given.weight, S, early), Pointer(out),
-                len(given.codes), *counters, S,
+                Pointer(offsets, early=early), *self.weights(given.weight, S, early), Pointer(out),
+                len(given.codes), Pointer(counter), S,
             )  # fmt: skip
 
-        run_in_turn([partial(run, cta) for cta in ctas], seed)
+        found = seen or [given.offsets] * len(ctas)
+        run_in_turn([partial(run, *each) for each in zip(ctas, found, strict=True)], seed)
         assert all(cta.followed for cta in ctas), "the next launch takes this one's end for the end of those before it"
         assert not counter.any(), "the next launch begins at zero"
 
@@ -107,7 +108,7 @@ class Mxfp4Source(Source):
 MXFP4 = {
     rows: Mxfp4Source(
         grouped_gluon_mxfp4, "grouped_gluon_mxfp4_kernel",
-        partial(grouped_gluon_mxfp4.constants_of, tile_rows=rows), (16, 0), counted=False,
+        partial(grouped_gluon_mxfp4.constants_of, tile_rows=rows), (16, 0),
     )
     for rows in (64, 32, 16)
 }  # fmt: skip
@@ -116,7 +117,7 @@ MXFP4 = {
 
 class Recorder(Language):
     """Notes what is waited for, of which array of barriers, in the order in which the kernel makes them. ``numbers``:
-    those that the CTA takes from the counter, the others of which other CTAs would take."""
+    those that the CTA finds in the words of the counter, as other CTAs would have left them."""
 
     def __init__(self, *given: int, numbers: Sequence[int] = ()) -> None:
         super().__init__(*given)
@@ -136,7 +137,9 @@ class Recorder(Language):
         super().wait(barrier, phase)
 
     def atomic_add(self, pointer: Pointer, value: int, *, sem: str) -> int:
-        return self.numbers.pop(0) if self.numbers else super().atomic_add(pointer, value, sem=sem)
+        if self.numbers:
+            pointer.data[pointer.at] = self.numbers.pop(0)
+        return super().atomic_add(pointer, value, sem=sem)
 
     def waits_for_empty_stages(self) -> list[tuple[int, int]]:
         """(stage, parity) of each wait of the producer."""
@@ -157,8 +160,7 @@ def assert_forms_are_compiled(
         assert each["shared"] <= 227 << 10, f"{each} overflows an SM"
         assert each["prepared"], f"{each}: expected a launch without Triton's launcher"
         assert (each["wgmma"], each["waits"]) == (wgmma * blocks, waits * blocks), each
-        counter = kernel != "mxfp4"  # which is set to zero
-        assert each["narrow_stores"] == counter, f"{each}: expected stores of 16 bytes"
+        assert not each["narrow_stores"], f"{each}: expected stores of 16 bytes"
         assert each["stays_in_cache"] == (kernel != "many" and "second" in each["form"]), each
         unread = each["consumers"] * 2 if kernel == "many" else 0  # in a loop, which may be unrolled
         met = not each["alone"] and each["given_back"] >= blocks + empty + unread

@@ -41,8 +41,8 @@ def test_rows_behind_the_buffer_are_no_rows(tile_rows: int) -> None:
 
 def test_the_example_of_the_module() -> None:
     """The tiles of CTA 0 of 4, and its producer's waits: for the stages of blocks 3 and 5, and then, before it says
-    that there is no more tile, for that of block 4."""
-    language = Recorder(0, 4, 0, numbers=(0, 5))
+    that there is no more tile, for that of block 4. It is the last CTA to end."""
+    language = Recorder(0, 4, 0, numbers=(0, 5, 3))
     out = FEW[16].product(problem((5, 0, 20), 0, 256, 256), language=language)
     written = torch.zeros(25, 256, dtype=torch.bool)
     written[:5, :128] = written[5:21, 128:] = True

@@ -72,7 +72,8 @@ def test_scales_of_zero_and_of_nan() -> None:
 
 def test_the_example_of_the_module() -> None:
     """The tiles of CTA 0 of 4, and where the bytes of a column are."""
-    out = MXFP4[16].product(problem((5, 0, 20), 0, 256, 512, kind="mxfp4"), language=Recorder(0, 4, 0))
+    language = Recorder(0, 4, 0, numbers=(0, 5, 3))
+    out = MXFP4[16].product(problem((5, 0, 20), 0, 256, 512, kind="mxfp4"), language=language)
     written = torch.zeros(25, 512, dtype=torch.bool)
     written[:5, :256] = written[5:21, 256:] = True
     assert torch.equal(out != POISON, written)
@@ -139,6 +140,7 @@ def test_the_launch_gives_the_kernel_what_it_is_compiled_for(tile_rows: int, mon
     assert constants == grouped_gluon_mxfp4.constants_of(torch.Size((2, 136, 256)), tile_rows, biased=True, early=True)
     assert tiles == 3 * -(-136 // columns)
     assert how["maxnreg"] == form.registers
+    assert how["counted"], "the kernel takes a counter"
 
 
 def test_the_kernel_compiles_for_sm_90() -> None:

@@ -46,8 +46,10 @@ since: of experts gate and up, then the activation, then down. Down begins once 
 which is once all of gate and up have passed their wait, for the launch that made ``row_offsets``. PTX promises what a
 launch sees only behind its wait; that an allowed launch sees what was visible when it was allowed is observed
 (``test_an_early_product_follows_the_offsets_that_a_product_before_it_had``). All else that a CTA reads or writes
-follows the bytes of its rows, which its producer asks for behind the wait, as it takes tiles. A CTA without a tile
-waits before it ends, because the next launch takes this one's end for the end of those before it.
+follows the bytes of its rows, which its producer asks for behind the wait, as it takes tiles. The producer of a CTA
+without a tile waits before it adds to the counter (``end_tiles``), which the launch before may still use. A CTA ends
+after its producer. So all CTAs end after the wait, which the next launch relies on: it takes this one's end for the end
+of those before it.
 
 Example: STAGES = 4, K = 256, so 2 blocks a tile, and a CTA with 3 tiles. Blocks 0 to 3, of tiles 0 and 1, are loaded
 at once. Block 4, the first of tile 2, is use 1 of stage 0: the producer waits until phase 0 of ``empty[0]`` has ended,
@@ -147,12 +149,19 @@ def find_tile(tile, last_tiles, row_offsets, rows, S: gl.constexpr):
 
 
 @gluon.jit
-def next_tile(counter, total):
-    """Take the next tile of ``total``, or one behind them, after which nothing is taken."""
-    number = gl.atomic_add(counter, 1, sem="relaxed")
-    if number == total - 1:
-        gl.store(counter, 0)
-    return gl.num_programs(0) + number
+def next_tile(counter):
+    """Take the next tile, or a number behind the last one, after which this CTA takes nothing."""
+    return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+
+
+@gluon.jit
+def end_tiles(counter, S: gl.constexpr):
+    """Say that this CTA takes no more tiles. The last one to say so sets the counter to zero."""
+    if S.EARLY:
+        wait_for_previous_launch(S)  # for a CTA without a tile; others have waited
+    if gl.atomic_add(counter + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:
+        gl.atomic_xchg(counter, 0, sem="relaxed")
+        gl.atomic_xchg(counter + 1, 0, sem="relaxed")
 
 
 @gluon.jit
@@ -201,7 +210,8 @@ def _produce(codes, weight, row_offsets, rows, counter, ring, S: gl.constexpr):
             mbarrier.wait(empty.index(block % S.STAGES), (block // S.STAGES + 1) & 1)
             mbarrier.arrive(ready.index(block % S.STAGES), count=1)
             block += 1
-        tile = next_tile(counter, total)
+        tile = next_tile(counter)
+    end_tiles(counter, S)
     mbarrier.wait(empty.index(block % S.STAGES), (block // S.STAGES + 1) & 1)
     places.index(block % S.STAGES).store(field * 0)
     mbarrier.arrive(ready.index(block % S.STAGES), count=1)
@@ -342,8 +352,6 @@ def grouped_gluon_kernel(codes, scales, row_offsets, weight, weight_scales, out,
         (_consume, (scales, weight_scales, out, rows, ring, 1, S)),
         (_produce, (codes, weight, row_offsets, rows, counter, ring, S)),
     ], [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
-    if S.EARLY:
-        wait_for_previous_launch(S)
 
 
 @lru_cache(maxsize=256)

@@ -36,8 +36,9 @@ stored.
 Example: 3 groups of 5, 0 and 20 rows, 256 columns and BLOCK_ROWS = 16: 1 x 2, 0 and 2 x 2 tiles. CTA 0 of 4 ends its
 tile first, then the others do, and CTA 1 takes tile 5. So CTA 0 computes tiles 0 and 4: rows 0 to 4 and columns 0 to
 127 of group 0, then rows 5 to 20 and columns 128 to 255 of group 2. With K = 256 a tile has two blocks. Blocks 0 to 3
-are loaded at once, behind two waits, for the stages of blocks 3 and 5. If CTA 0 asks last, it gets number 5 of 6, for
-tile 9, which does not exist, and sets the counter to zero.
+are loaded at once, behind two waits, for the stages of blocks 3 and 5. If CTA 0 asks last, it gets number 5, for tile
+9, which does not exist. If it is also the last to say so, it finds 3 in the counter's second word, and sets both words
+to zero.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moelink.kernels.launch.cache_keys import Constants
 from moelink.kernels.launch.row_launch import Block
-from moelink.kernels.sync.dependent_launch import follow_previous_launch, wait_for_previous_launch
+from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.grouped_fp8 import BLOCK
 from moelink.rows.grouped_gluon import (
     IN_SHARED,
     add,
     after,
+    end_tiles,
     field_of,
     find_tile,
     load_block,
@@ -174,7 +176,8 @@ def _produce(codes, scales, row_offsets, weight, weight_scales, rows, counter, r
             load_items(by_scales.index(stage), by_at + k)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = after(stage, phase, S)
-        tile = next_tile(counter, total)
+        tile = next_tile(counter)
+    end_tiles(counter, S)
     mbarrier.wait(empty.index(stage), phase)
     places.index(stage).store(field * 0)
     async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
@@ -237,8 +240,6 @@ def grouped_gluon_few_kernel(codes, scales, row_offsets, weight, weight_scales, 
         (_consume, (out, ring, 1, S)),
         (_produce, (codes, scales, row_offsets, weight, weight_scales, rows, counter, ring, S)),
     ], [4, 1], [S.REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
-    if S.EARLY:
-        wait_for_previous_launch(S)
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,6 @@
 The product, its tensors and its sums, in their order, are those of :mod:`moelink.rows.grouped_mxfp4`, whose bits it
 has. CTAs, tiles, the ring and its protocol are those of :mod:`moelink.rows.grouped_gluon_few`, with these differences:
 
-* CTA p of P computes tiles p, p + P, ...
 * PARTS *consumers* share a tile of 64 * PARTS columns, and ``empty`` expects an arrival of each. Tiles of up to 32 rows
   have four, because consumers take longer here: they convert bytes, and scale four products of a block.
 * A stage holds two boxes of bytes of the weight, and a word of scales of each column.
@@ -15,9 +14,10 @@ same memory as rows of 32 bytes (``AS_COLUMNS``). 16 bytes of each of 8 columns 
 all in other banks: so one instruction (``ldmatrix``) loads a left operand without a conflict, into the registers that
 the tensor core takes it from, and there the bytes become e4m3.
 
-Example: 3 groups of 5, 0 and 20 rows, 512 columns, tiles of 16 rows and 4 parts: 1 x 2, 0 and 2 x 2 tiles. CTA 0 of 4
-computes tiles 0 and 4: rows 0 to 4 and columns 0 to 255 of group 0, then rows 5 to 20 and columns 256 to 511 of group
-2. Bytes 16 to 31 of column 9 are piece 3 of line 2, which is stored as piece 1, at byte 2 * 128 + 16 of a part's 2048.
+Example: 3 groups of 5, 0 and 20 rows, 512 columns, tiles of 16 rows and 4 parts: 1 x 2, 0 and 2 x 2 tiles. If CTA 0 of
+4 ends its tile first, it computes tiles 0 and 4: rows 0 to 4 and columns 0 to 255 of group 0, then rows 5 to 20 and
+columns 256 to 511 of group 2. Bytes 16 to 31 of column 9 are piece 3 of line 2, which is stored as piece 1, at byte
+2 * 128 + 16 of a part's 2048.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moelink.formats.device import as_float
 from moelink.kernels.launch.row_launch import Block
-from moelink.kernels.sync.dependent_launch import follow_previous_launch, wait_for_previous_launch
+from moelink.kernels.sync.dependent_launch import follow_previous_launch
 from moelink.rows import common_kernel as common
 from moelink.rows.grouped_fp8 import BLOCK
 from moelink.rows.grouped_gluon import (
     IN_SHARED,
     add,
     after,
+    end_tiles,
     field_of,
     find_tile,
     load_block,
+    next_tile,
     store_part,
     tiles_of_groups,
 )
@@ -117,7 +119,7 @@ def _load_weight(weight, words, group, column_tile, k, right, scale_words, stage
 
 
 @gluon.jit
-def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.constexpr):
+def _produce(codes, scales, row_offsets, weight, words, rows, counter, ring, S: gl.constexpr):
     """Load all blocks of this CTA's tiles, in order, each into its stage as soon as that is empty."""
     left, right, row_scales, scale_words, places, ready, empty = ring
     KB: gl.constexpr = S.K // _BLOCK
@@ -129,8 +131,9 @@ def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.conste
     last_tiles = gl.associative_scan(tiles_of_groups(row_offsets, rows, S), 0, add)
     field = gl.arange(0, 4, gl.BlockedLayout([4], [32], [1], [0]))
     inside_tile = gl.arange(0, S.BLOCK_ROWS, lanes)
-    stage, phase = 0, 1
-    for tile in range(gl.program_id(0), gl.max(last_tiles, 0), gl.num_programs(0)):
+    total = gl.max(last_tiles, 0)
+    stage, phase, tile = 0, 1, gl.program_id(0)
+    while tile < total:
         group, row, end, column_tile = find_tile(tile, last_tiles, row_offsets, rows, S)
         place = gl.where(field == 0, row, gl.where(field == 1, end, gl.where(field == 2, group, column_tile)))
         scale_at = scales + gl.minimum(row + inside_tile, end - 1)
@@ -162,6 +165,8 @@ def _produce(codes, scales, row_offsets, weight, words, rows, ring, S: gl.conste
             load_items(row_scales.index(stage), scale_at + k * rows)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = after(stage, phase, S)
+        tile = next_tile(counter)
+    end_tiles(counter, S)
     mbarrier.wait(empty.index(stage), phase)
     places.index(stage).store(field * 0)
     async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
@@ -238,7 +243,7 @@ def _consume(out, weight_scales, ring, PART: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows"])
 def grouped_gluon_mxfp4_kernel(
-    codes, scales, row_offsets, weight, words, weight_scales, out, rows, S: gl.constexpr,
+    codes, scales, row_offsets, weight, words, weight_scales, out, rows, counter, S: gl.constexpr,
 ):  # fmt: skip
     """See the module."""
     TILE: gl.constexpr = S.BLOCK_COLUMNS * S.PARTS
@@ -261,16 +266,14 @@ def grouped_gluon_mxfp4_kernel(
             (_consume, (out, weight_scales, ring, 1, S)),
             (_consume, (out, weight_scales, ring, 2, S)),
             (_consume, (out, weight_scales, ring, 3, S)),
-            (_produce, (codes, scales, row_offsets, weight, words, rows, ring, S)),
+            (_produce, (codes, scales, row_offsets, weight, words, rows, counter, ring, S)),
         ], [4, 4, 4, 1], [S.REGISTERS, S.REGISTERS, S.REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consume, (out, weight_scales, ring, 0, S)),
             (_consume, (out, weight_scales, ring, 1, S)),
-            (_produce, (codes, scales, row_offsets, weight, words, rows, ring, S)),
+            (_produce, (codes, scales, row_offsets, weight, words, rows, counter, ring, S)),
         ], [4, 1], [S.REGISTERS, _PRODUCER_REGISTERS])  # fmt: skip
-    if S.EARLY:
-        wait_for_previous_launch(S)
 
 
 @lru_cache(maxsize=256)
@@ -309,6 +312,6 @@ def launch(
          Block(weight.view(-1, LINE), (tile // 4, LINE), IN_SHARED), Block(words, (1, tile), WORDS_IN_SHARED),
          weight_scales, out, len(codes)),
         constants_of(torch.Size((groups, columns, 64 * blocks)), tile_rows, biased=biased, early=early),
-        row_tiles * triton.cdiv(columns, tile), absent=row_offsets, per_sm=1, num_programs=num_programs, num_warps=4,
-        maxnreg=form.registers,
+        row_tiles * triton.cdiv(columns, tile), absent=row_offsets, per_sm=1, num_programs=num_programs, counted=True,
+        num_warps=4, maxnreg=form.registers,
     )  # fmt: skip

@@ -1,21 +1,30 @@
 """Counters in device memory by which the programs of a launch take tiles, one after the other.
 
 If program p of P computed tiles p, p + P, ..., programs with short tiles would get ahead of their neighbours, and load
-again what these load. So program p computes tile p, and then takes the next tile that nobody has: it adds 1 to the
-launch's counter, finds t there, and the tile is P + t. Each tile that ends takes one number, so a launch of n tiles
-takes 0 to n - 1, and the program that takes n - 1 sets the counter to zero again, for the next launch. That all
-programs see the same n is up to the caller: one that changes ``row_offsets`` under a product leaves its counter wrong.
+again what these load. So program p computes tile p, and then takes the next tile that nobody has: it adds 1 to word 0
+of the launch's counter, finds t there, and the tile is P + t. A program that finds no such tile, or has no tile p, adds
+1 to word 1. The program that finds P - 1 there sets both words to zero, for the next launch.
+
+Why a launch leaves zeros: each of its programs adds 1 to word 1, once, and takes nothing afterwards. Its last take has
+returned by then, as the number that it returned ended the program's loop. So all adds to both words have been made when
+a program finds P - 1, and its zeros stay. All of these are relaxed atomic operations, the zeros too (exchanges): stores
+would race with the adds of other programs, which no acquire or release orders before them. Programs need not see the
+same number of tiles. If ``row_offsets`` change under a product, its output is wrong and it may wait for ever, but if it
+ends, the next product finds zeros.
 
 Why no two launches use a counter at once: eager launches on one stream share one, and use it behind their wait for the
-launch before them (:mod:`moelink.kernels.sync.dependent_launch`). A stream is known by its handle, as workspaces of
-torch's matrix products are; so a stream of another library may be destroyed once its launches have ended. A graph may
-run beside anything but itself, so each captured call has a counter that no other call gets; of one capture there must
-be one executable graph. Its 16 bytes stay taken when the graph is gone. If a process captures so often that none are
-left, the graph zeroes one itself at each replay, until an eager call has more of them made.
+launch before them (:mod:`moelink.kernels.sync.dependent_launch`). That wait lasts until all programs of that launch
+have ended, the one that writes zeros too, and shows what they wrote. A program without a tile also waits, before it
+adds to word 1. A stream is known by its handle, as workspaces of torch's matrix products are; so a stream of another
+library may be destroyed once its launches have ended. A graph may run beside anything but itself, so each captured call
+has a counter that no other call gets; of one capture there must be one executable graph. Its 16 bytes stay taken when
+the graph is gone. If a process captures so often that none are left, the graph zeroes one itself at each replay, until
+an eager call has more of them made.
 
 Example: 2 programs, 5 tiles. Program 0 ends tile 0 and takes 0, which is tile 2. Program 1 ends tile 1 and takes 1,
-which is tile 3. Program 0 ends tile 2 and takes 2, which is tile 4. Program 1 takes 3: there is no tile 5. Program 0
-takes 4, the last number, and sets the counter to zero.
+which is tile 3. Program 0 ends tile 2 and takes 2, which is tile 4. Program 1 takes 3: there is no tile 5, so it adds 1
+to word 1, where it finds 0. Program 0 takes 4, for which there is no tile, finds 1 in word 1, and sets both words to
+zero.
 """
 
 from __future__ import annotations
@@ -35,7 +44,7 @@ AT_ONCE = 1 << 15
 FEW = AT_ONCE // 4
 """An eager call has more of them made if fewer are left."""
 WORDS = 4
-"""Of a counter, the first of which counts: kernels expect addresses that are multiples of 16."""
+"""Of a counter, two of which count: kernels expect addresses that are multiples of 16."""
 
 
 class TileCounters:
