@@ -250,8 +250,11 @@ MXFP4 = (
            "[2, 0], [4, 16], [9, 0], [18, 0]", "[2, 0], [4, 0], [8, 0], [16, 0]",
            "rows/test_grouped_gluon_mxfp4.py::test_columns_are_read_where_their_lines_were_stored"),
     Mutant("lines of bytes reach across blocks of K", "nn/mxfp4.py",
-           "if tile_rows is None or self.codes.shape[2] % 4:", "if tile_rows is None:",
-           "rows/test_grouped_gluon_mxfp4.py::test_the_buffer_chooses_the_kernel[64-6-True-triton]"),
+           "if not takes_gluon(codes) or self.codes.shape[2] % 4:", "if not takes_gluon(codes):",
+           "rows/test_grouped_gluon_mxfp4.py::test_the_mean_rows_of_a_group_choose_the_tiles[60-6-True-triton]"),
+    Mutant("products of mxfp4 take tiles by the room of the buffer", "nn/mxfp4.py",
+           "tile_rows(likely_rows or len(codes), ", "tile_rows(len(codes), ",
+           "rows/test_grouped_gluon_mxfp4.py::test_the_mean_rows_of_a_group_choose_the_tiles[133-8-True-64]"),
 )
 # fmt: on
 

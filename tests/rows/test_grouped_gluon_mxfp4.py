@@ -102,10 +102,10 @@ def test_columns_are_read_where_their_lines_were_stored() -> None:
 
 @pytest.mark.quick("each condition decides alone")
 @pytest.mark.parametrize(("rows", "columns", "gluon", "taken"), [
-    (64, 8, True, 16), (65, 8, True, 32), (508, 8, True, 64), (509, 8, True, "triton"), (64, 6, True, "triton"),
-    (64, 8, False, "triton"),
+    (60, 8, True, 16), (61, 8, True, 32), (132, 8, True, 32), (133, 8, True, 64), (4096, 8, True, 64),
+    (60, 6, True, "triton"), (60, 8, False, "triton"),
 ])  # fmt: skip
-def test_the_buffer_chooses_the_kernel(
+def test_the_mean_rows_of_a_group_choose_the_tiles(
     rows: int, columns: int, gluon: bool, taken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[Any] = []
@@ -117,7 +117,8 @@ def test_the_buffer_chooses_the_kernel(
     weight = Mxfp4Weight(torch.zeros(4, 2, columns, 32), torch.zeros(1))
     for follows in (False, True):
         weight.launch(codes, *[None] * 3, follows_product=follows)  # type: ignore[arg-type]
-    assert found == [(taken, False), (taken, taken != "triton")]
+    weight.launch(codes, *[None] * 3, likely_rows=1)  # type: ignore[arg-type]
+    assert found == [(taken, False), (taken, taken != "triton"), (16 if taken != "triton" else taken, False)]
 
 
 @pytest.mark.quick("each has other boxes")
