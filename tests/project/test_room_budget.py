@@ -18,7 +18,7 @@ import moelink_bench
 ROOT, BENCH = (Path(package.__file__).parent for package in (moelink, moelink_bench))
 
 BUDGET = {
-    ".": 4064,
+    ".": 4069,
     "formats": 1337,
     "reference": 899,
     "memory": 2523,
@@ -27,17 +27,17 @@ BUDGET = {
     "kernels": 721,
     "kernels/combine": 1449,
     "kernels/dispatch": 3149,
-    "kernels/launch": 2404,
+    "kernels/launch": 2413,
     "kernels/nodes": 1353,
     "kernels/sync": 1317,
-    "rows": 4261,
+    "rows": 4284,
     "transports": 2090,
     "transports/collective": 1829,
     "transports/symmetric": 2277,
     "contract": 2420,
     "ops": 1997,
-    "nn": 5081,
-    "integrations": 4762,
+    "nn": 5131,
+    "integrations": 4765,
     "tracing": 545,
     "tracing/device": 524,
     "tools": 366,
@@ -50,8 +50,8 @@ BUDGET = {
 }
 """Most lines of each room; "." are the files beside the rooms."""
 BUDGET_OF_BENCH = {
-    ".": 11404,
-    "layer": 1655,
+    ".": 11410,
+    "layer": 1662,
     "frameworks": 1008,
 }
 """Those of the distribution moelink-bench."""
