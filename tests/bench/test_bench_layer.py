@@ -181,7 +181,12 @@ def in_fp8(monkeypatch: pytest.MonkeyPatch, ranks: int) -> Setting:
     """A setting of the second tiny shape, whose experts fit fp8, where products and compiled functions are torch's."""
     shape = dataclasses.replace(TINY, intermediate_size=256)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(peers, "launch_kernel", multiply_by_group)
+
+    def multiply(*given: Any, likely_rows: int) -> None:
+        assert likely_rows == -(-len(given[0]) // ranks)
+        multiply_by_group(*given)
+
+    monkeypatch.setattr(peers, "launch_kernel", multiply)
     plan = dataclasses.replace(make_layer_plan("layer-smoke", ranks=ranks, device="cpu"), device="cuda")
     weights = data.make_weights(shape, seed=0, rank=0, world_size=ranks, device=CPU)
     return Setting(plan, shape, weights, 5, 0, CPU, 20.0)
