@@ -27,7 +27,7 @@ BUDGET = {
     "kernels": 721,
     "kernels/combine": 1449,
     "kernels/dispatch": 3149,
-    "kernels/launch": 2413,
+    "kernels/launch": 2414,
     "kernels/nodes": 1353,
     "kernels/sync": 1317,
     "rows": 4284,
@@ -37,7 +37,7 @@ BUDGET = {
     "contract": 2420,
     "ops": 1997,
     "nn": 5131,
-    "integrations": 4765,
+    "integrations": 4768,
     "tracing": 545,
     "tracing/device": 524,
     "tools": 366,
@@ -51,7 +51,7 @@ BUDGET = {
 """Most lines of each room; "." are the files beside the rooms."""
 BUDGET_OF_BENCH = {
     ".": 11410,
-    "layer": 1662,
+    "layer": 1665,
     "frameworks": 1008,
 }
 """Those of the distribution moelink-bench."""

@@ -357,11 +357,23 @@ def test_two_ranks_compute_what_one_does(transport: str) -> None:
     torch.testing.assert_close(got, want, rtol=2.0**-7, atol=2.0**-7 * float(want.abs().max()))
 
 
-def test_a_buffer_that_is_cut_or_has_a_capacity_is_likely_to_be_full() -> None:
-    config = moelink.EPConfig(**SIZES, world_size=2, capacity=20)
-    assert config.row_alignment == 4
-    assert [likely_rows(config, rows) for rows in (8, 18, 19, 20)] == [1, 6, 7, 20]
-    assert likely_rows(config, 19, exact=True) == 19
+def test_likely_rows_are_those_of_uniform_routing() -> None:
+    config = moelink.EPConfig(**SIZES, world_size=2)
+    assert [likely_rows(config, tokens) for tokens in (0, 3, None)] == [0, 6, 16]
+    replicated = dataclasses.replace(config, mode="allreduce", fused_shared_expert=True)
+    assert [likely_rows(replicated, tokens) for tokens in (3, None)] == [5, 12]
+    assert likely_rows(dataclasses.replace(config, capacity=12), None) == 12
+    assert likely_rows(dataclasses.replace(config, capacity=4000), None) == 16
+
+
+def test_a_layer_is_exported_for_any_number_of_tokens() -> None:
+    for capacity in (None, 60):
+        with moelink.init(**SIZES | {"max_tokens_per_rank": 32}, capacity=capacity) as ep, torch.no_grad():
+            layer = MoE(ep, intermediate_size=128, experts_backend="torch", load_steps=0)
+            x = torch.randn(8, 128).to(BF16)
+            shapes = ({0: torch.export.Dim("tokens", min=2, max=32)},)
+            exported = torch.export.export(layer, (x,), dynamic_shapes=shapes, strict=False).module()
+            assert torch.equal(exported(x[:5]), layer(x[:5]))
 
 
 def test_gradients_are_refused_before_anything_travels() -> None:

@@ -41,19 +41,18 @@ def known_max_tokens(config: EPConfig, num_tokens: int) -> int | None:
     return num_tokens if config.world_size == 1 or config.mode == "allreduce" else None
 
 
-def likely_rows(config: EPConfig, rows: int, *, exact: bool = False) -> int:
-    """Return how many rows there are likely to be in a buffer of ``rows``, in layout "expert", without padding.
+def likely_rows(config: EPConfig, max_tokens: int | None) -> int:
+    """Return how many rows a dispatch with this ``max_tokens`` (None: ``max_tokens_per_rank``) is likely to give, in
+    layout "expert" and without padding: as many as uniform routing of so many tokens on every rank sends here, or
+    ``capacity`` where that is smaller. Of symbols, as tracers have them, it asks nothing.
 
-    The buffer has room for the rows of all ranks' tokens and their padding, and uniform routing sends each rank as many
-    of these. If ``capacity`` is smaller, it is taken for the likely number. ``exact``: the buffer was cut to its rows.
-
-    Example: of 2 ranks with 4 experts each, 76 rows in groups of multiples of 4 have room for 64 rows, of which 32 are
-    likely.
+    Example: of 2 ranks, topk 2: 16 tokens of each are 64 rows, of which each rank is likely to have 32.
     """
-    if exact or rows == config.capacity:
-        return rows
-    align = config.row_alignment
-    return ceil_div(max(rows // align, rows - config.num_groups * (align - 1)), config.world_size)
+    tokens = config.max_tokens_per_rank if max_tokens is None else max_tokens
+    rows = tokens * (config.topk + int(config.fused_shared_expert))
+    if config.mode == "allreduce":
+        rows = ceil_div(rows, config.world_size)
+    return torch.sym_min(config.output_rows(max_tokens), rows)  # type: ignore[no-any-return]
 
 
 def grouped_experts(

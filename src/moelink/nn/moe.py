@@ -382,7 +382,9 @@ class MoE(BalancedLayer):
         if pending is not None:
             recv = pending.wait()
         if quantized:
-            likely = likely_rows(config, len(recv.tokens), exact=self.host_counts)
+            likely = likely_rows(config, bound)
+            if self.host_counts:
+                likely = min(likely, len(recv.tokens))
             y = experts(recv.tokens, recv.scales, recv.row_offsets, likely_rows=likely)
         else:
             rows = dequantized(recv, config, input_scale=input_scale, dtype=experts.down_proj.dtype)

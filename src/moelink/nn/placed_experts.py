@@ -228,7 +228,7 @@ class QuantizedExperts(PlacedExperts, KeepsBuffers):
         return eager.run(  # type: ignore[no-any-return]
             torch.ops.moelink.quantized_experts, _quantized_experts, None, codes, scales, row_offsets, gate_up,
             gate_up_scales, down, down_scales, self.backend, self._clamp, self.dtype,
-            likely_rows=likely_rows or codes.shape[0],
+            likely_rows=codes.shape[0] if likely_rows is None else likely_rows,
         )  # fmt: skip
 
     @property

@@ -1,14 +1,15 @@
 """Make a layer's launches on rows outside of calls, so that their kernels can be prepared.
 
 A layer's work between its router and combine is done here in tensors of the sizes of a call whose groups are empty. So
-products of torch, which really run, have nothing to do, and the choice of a product by the room of the buffer is that
-of a call.
+products of torch, which really run, have nothing to do, and the choice of a product by the likely rows is that of a
+call.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from contextlib import nullcontext
+from functools import partial
 from math import inf
 from typing import Protocol
 
@@ -70,9 +71,7 @@ def _by_rows(config: EPConfig, most: int, experts: Experts | QuantizedExperts) -
         *(mean * config.num_groups for mean in means),
     ]
 
-    def rows_of(bound: int) -> int:
-        return likely_rows(config, config.output_rows(bound))
-
+    rows_of = partial(likely_rows, config)
     return {bisect_right(range(most), edge, key=rows_of) - 1 for edge in edges} - {-1, 0}
 
 
@@ -82,7 +81,7 @@ def _call(layer: Layer, config: EPConfig, bound: int, *, training: bool) -> None
     recv = received(config, bound, ids, training=training)
     experts = layer.experts
     if isinstance(experts, QuantizedExperts):
-        y = experts(recv.tokens, recv.scales, recv.row_offsets, likely_rows=likely_rows(config, len(recv.tokens)))
+        y = experts(recv.tokens, recv.scales, recv.row_offsets, likely_rows=likely_rows(config, bound))
     else:
         rows = dequantized(recv, config, dtype=experts.down_proj.dtype)
         y = experts(rows, recv.row_offsets)

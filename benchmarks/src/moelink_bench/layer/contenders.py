@@ -20,11 +20,12 @@ from torch.nn import functional
 
 import moelink
 from moelink.activation import silu_and_quantize
+from moelink.arith import ceil_div
 from moelink.errors import UnsupportedError
 from moelink.nn import MoE
 from moelink.nn.block_quantized import BlockQuantized
 from moelink.nn.expert_backends import ExpertsBackend, multiply
-from moelink.nn.experts import grouped_matmul, likely_rows
+from moelink.nn.experts import grouped_matmul
 from moelink.nn.placed_experts import INNER_FORMAT, Experts, QuantizedExperts
 from moelink.nn.router import Routing
 from moelink.rows.dequantize import dequantized
@@ -192,7 +193,9 @@ def moelink_expert_parts(
     if isinstance(experts, QuantizedExperts):
 
         def multiplied(rows: Tensor, *given: Any) -> None:
-            multiply(experts.backend, rows, *given, likely_rows=likely_rows(ep.config, len(rows)))
+            config, align = ep.config, ep.config.row_alignment
+            room = max(len(rows) // align, len(rows) - config.num_groups * (align - 1))  # without padding
+            multiply(experts.backend, rows, *given, likely_rows=ceil_div(room, config.world_size))
 
         return fp8_expert_parts(multiplied, *quantized_weights(experts), experts.dtype)
 

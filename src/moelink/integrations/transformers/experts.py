@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,7 +237,8 @@ class ParallelExperts(KnowsRows, BalancedLayer):
             top_k_index = self.placement(top_k_index)
             assert self.load is not None
             self.load.record(top_k_index)
-        return run_experts(self.ep, hidden_states, top_k_index, top_k_weights, experts=self._experts, peers=self._peers)
+        experts = partial(self._experts, hidden_states.shape[0])
+        return run_experts(self.ep, hidden_states, top_k_index, top_k_weights, experts=experts, peers=self._peers)
 
     def _check_adapters(self) -> None:
         """Refuse adapters that another rank could not share, which PEFT makes parametrisations during a forward."""
@@ -254,10 +256,11 @@ class ParallelExperts(KnowsRows, BalancedLayer):
                     "experts of all ranks; leave it out of target_parameters"
                 )
 
-    def _experts(self, recv: DispatchOutput) -> Tensor:
+    def _experts(self, tokens: int, recv: DispatchOutput) -> Tensor:
+        """Return the experts' outputs for received rows, in a call of so many own ``tokens``."""
         if self.quantized is not None:
             assert recv.scales is not None
-            likely = likely_rows(self.ep.config, len(recv.tokens))
+            likely = likely_rows(self.ep.config, known_max_tokens(self.ep.config, tokens))
             return self.quantized(  # type: ignore[no-any-return]
                 recv.tokens, recv.scales, recv.row_offsets, likely_rows=likely
             )

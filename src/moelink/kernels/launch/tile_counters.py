@@ -7,14 +7,15 @@ of the launch's counter, finds t there, and the tile is P + t. A program that fi
 
 Why a launch leaves zeros: each of its programs adds 1 to word 1, once, and takes nothing afterwards. Its last take has
 returned by then, as the number that it returned ended the program's loop. So all adds to both words have been made when
-a program finds P - 1, and its zeros stay. All of these are relaxed atomic operations, the zeros too (exchanges): stores
+a program finds P - 1, and its zeros stay. That an atomic operation has been made when its number returns is how GPUs
+work; PTX does not promise it of relaxed ones. All of these are such operations, the zeros as well (exchanges): stores
 would race with the adds of other programs, which no acquire or release orders before them. Programs need not see the
 same number of tiles. If ``row_offsets`` change under a product, its output is wrong and it may wait for ever, but if it
 ends, the next product finds zeros.
 
 Why no two launches use a counter at once: eager launches on one stream share one, and use it behind their wait for the
 launch before them (:mod:`moelink.kernels.sync.dependent_launch`). That wait lasts until all programs of that launch
-have ended, the one that writes zeros too, and shows what they wrote. A program without a tile also waits, before it
+have ended, also the one that writes zeros, and shows what they wrote. A program without a tile also waits, before it
 adds to word 1. A stream is known by its handle, as workspaces of torch's matrix products are; so a stream of another
 library may be destroyed once its launches have ended. A graph may run beside anything but itself, so each captured call
 has a counter that no other call gets; of one capture there must be one executable graph. Its 16 bytes stay taken when
