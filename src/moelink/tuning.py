@@ -5,8 +5,6 @@ docs/lab/combine.md have the figures, under the heading that is named. Sizes tha
 :mod:`moelink.memory.protocol`.
 """
 
-from math import inf
-
 FEW_TOKENS, MANY_TOKENS = 256, 1024
 """Communicators of up to FEW_TOKENS tokens per rank are built for latency, of more than MANY_TOKENS for throughput.
 Calls that state no more tokens than one of these take a dispatch that is built for so many (Dispatch, *Senders*).
@@ -66,8 +64,8 @@ FEW_ROWS = (10, 16), (26, 32), (52, 64)
 and the rows of its tiles (:func:`moelink.rows.grouped_choice.tile_rows`). Lab, *The layer*, *Tiles by the mean of a
 group*."""
 
-ROWS_OF_MXFP4 = (15, 16), (33, 32), (inf, 64)
-"""The same for ``rows.grouped_gluon_mxfp4``, which multiplies any number of them."""
+ROWS_OF_MXFP4 = (15, 16), (33, 32)
+"""The same for ``rows.grouped_gluon_mxfp4``, which multiplies more rows in its largest tiles, of 64."""
 
 FEW_LOGITS, FEW_PRODUCTS = 256, 1 << 26
 """Most tokens whose logits ``rows.wide_product_kernel`` computes, and most products of numbers (tokens x experts x

@@ -105,7 +105,7 @@ def test_a_call_prepares_nothing_after_a_warmup(
 
 @pytest.mark.quick("each backend launches other kernels")
 @pytest.mark.parametrize(
-    ("backend", "of_few", "of_many"), [("triton", 2 * len(FEW_ROWS), 2), ("mxfp4", 2 * len(ROWS_OF_MXFP4), 0)]
+    ("backend", "of_few", "of_many"), [("triton", 2 * len(FEW_ROWS), 2), ("mxfp4", 2 + 2 * len(ROWS_OF_MXFP4), 0)]
 )
 def test_calls_of_fewer_rows_than_those_that_were_rehearsed_find_their_tiles(
     prepares: Prepares, monkeypatch: pytest.MonkeyPatch, backend: str, of_few: int, of_many: int
@@ -144,7 +144,7 @@ def test_rehearsed_calls_of_several_ranks_are_the_last_ones_of_their_tiles() -> 
         dispatch_format="fp8_block128",
     )  # fmt: skip
     experts = SimpleNamespace(down_proj=torch.zeros(4, 1, 1), sizes=(4, 256, 128))
-    means = {int(mean) for mean, _ in (*FEW_ROWS, *ROWS_OF_MXFP4[:-1])}
+    means = {mean for mean, _ in (*FEW_ROWS, *ROWS_OF_MXFP4)}
     assert warmup._by_rows(config, 512, experts) == {4 * mean for mean in means}  # type: ignore[arg-type]
     limited = dataclasses.replace(config, capacity=41)  # which 41 tokens are likely to have
     assert warmup._by_rows(limited, 512, experts) == {40, 511}  # type: ignore[arg-type]

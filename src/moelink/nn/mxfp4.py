@@ -160,8 +160,7 @@ class Mxfp4Weight:
         else:
             from moelink.rows.grouped_gluon_mxfp4 import launch as launch_by_gluon
 
-            tile = tile_rows(likely_rows or len(codes), len(self.codes), by_mean=ROWS_OF_MXFP4)
-            assert tile is not None, "the last mean is infinite"
+            tile = tile_rows(likely_rows or len(codes), len(self.codes), by_mean=ROWS_OF_MXFP4) or 64
             launch_by_gluon(*given, tile, early=follows_product)
 
 

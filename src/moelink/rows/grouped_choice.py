@@ -19,9 +19,9 @@ def takes_gluon(codes: Tensor) -> bool:
     return not is_interpreted()  # Gluon has no interpreted form
 
 
-def tile_rows(likely_rows: int, groups: int, *, by_mean: Sequence[tuple[float, int]] = FEW_ROWS) -> int | None:
+def tile_rows(likely_rows: int, groups: int, *, by_mean: Sequence[tuple[int, int]] = FEW_ROWS) -> int | None:
     """Return the rows of a tile of :mod:`moelink.rows.grouped_gluon_few`, or with ``by_mean=ROWS_OF_MXFP4`` of
-    :mod:`moelink.rows.grouped_gluon_mxfp4`, by the mean rows of ``groups``; None if the kernel for many rows is faster.
+    :mod:`moelink.rows.grouped_gluon_mxfp4`, by the mean rows of ``groups``; None if that is above all of ``by_mean``.
 
     The host knows no group's size. It knows how many rows there are likely to be
     (:func:`moelink.nn.experts.likely_rows`), of which uniform routing gives each group as many. The result is right for
